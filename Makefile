@@ -1,0 +1,48 @@
+# make compare   the main job on the embedded model; ARGS="--budget 16 --json reports/run.json" is passed on
+# make test      ruff, then the tests; ARGS="-k tree" is passed to pytest
+# Both set up .venv first, once. PYTHON=python3.12 picks the interpreter; constraints.txt says how to get a CPU torch.
+# make itself exits 2 on any failure; "Error N" in its last line is the command's own exit code.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ddtree-check
+WORKERS ?= 2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup compare test lint bench clean
+
+help:
+	@sed -n '1,/^$$/s/^# //p' Makefile
+	@echo "make lint | bench | clean (removes .venv too)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"ddtree-check needs Python >= 3.11, $(PYTHON) is {sys.version.split()[0]}; try make PYTHON=python3.12")'
+	@echo "setting up $(VENV): minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+compare: $(STAMP)
+	@$(BIN)/ddtree-check compare $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+# One thread a worker: two workers with two threads each on two cores are slower than one. No test may reach the network.
+test: lint
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(ARGS)
+
+bench: $(STAMP)
+	@set -e; for file in benchmarks/*.py; do \
+		test -e "$$file" || { echo "make bench: no script in benchmarks/"; exit 1; }; \
+		echo "== $$file"; $(BIN)/python "$$file" $(ARGS); \
+	done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find ddtree_check tests benchmarks fixtures -name __pycache__ -type d -prune -exec rm -rf {} +
