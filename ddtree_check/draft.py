@@ -1,0 +1,361 @@
+"""Where draft trees come from: marginals and a budget (best-first), fixed and drawn shapes, recorded drafts."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .tree import COMMITTED, DraftTree
+
+SHAPES = ("chain", "kary", "comb", "star", "random")
+ORDERS = ("heap", "breadth", "depth")
+ROUNDING = 1e-4  # a float32 log-softmax may end this far above 0; more is no log probability
+LOWEST = float(np.finfo(np.float32).min)
+
+
+# --- from marginals ---------------------------------------------------------------------------------------------------
+
+
+def best_first(log_probs, budget: int, root: int | None = None, candidates: int | None = None) -> DraftTree:
+    """DDTree's builder: the `budget` most probable prefixes under a draft that is independent per depth.
+
+        weight(t_1 .. t_d) = log_probs[0, t_1] + ... + log_probs[d - 1, t_d]
+
+    log_probs [L, V] in nats; row d - 1 serves every node of depth d. It is read as float32, weights are float64 sums
+    from left to right. Each depth offers its K = min(budget, V) most probable tokens, or `candidates` if that is fewer;
+    of equal ones the lower id first; -inf is never offered. Nodes stand in order of (-weight, ranks along the path),
+    behind the root. Returns up to budget + 1 nodes, fewer when the candidates run out.
+
+    Raises ValueError for NaN, values above 0, an empty or not two-dimensional array, a budget or candidates below 1.
+    """
+    table = _table("best_first: log_probs", log_probs)
+    above = np.argwhere(table > ROUNDING)
+    if len(above):
+        row, token = above[0]
+        raise ValueError(f"best_first: log_probs[{row}, {token}] is {table[row, token]}, expected at most 0")
+    budget = _at_least(1, "best_first: budget", budget)
+    keep = budget if candidates is None else min(budget, _at_least(1, "best_first: candidates", candidates))
+    offers = [_top(np.minimum(row, 0), keep) for row in table]
+
+    tokens, parents = [root], [COMMITTED]
+    # One entry a frontier node: (-weight, ranks along the path, parent, parent's weight). Ranks are unique, so the heap
+    # never looks further; the children and the next sibling of a node stand behind it, so pops come out sorted.
+    frontier: list[tuple[float, tuple[int, ...], int, float]] = []
+
+    def offer(ranks: tuple[int, ...], parent: int, base: float):
+        if len(ranks) <= len(offers) and ranks[-1] < len(offers[len(ranks) - 1]):
+            weight = base + offers[len(ranks) - 1][ranks[-1]][1]
+            heapq.heappush(frontier, (-weight, ranks, parent, base))
+
+    offer((0,), 0, 0.0)
+    while frontier and len(tokens) <= budget:
+        cost, ranks, parent, base = heapq.heappop(frontier)
+        node = len(tokens)
+        tokens.append(offers[len(ranks) - 1][ranks[-1]][0])
+        parents.append(parent)
+        offer((*ranks[:-1], ranks[-1] + 1), parent, base)
+        offer((*ranks, 0), node, -cost)
+    return DraftTree(tuple(tokens), tuple(parents))
+
+
+def _top(row: np.ndarray, keep: int) -> list[tuple[int, float]]:
+    """The `keep` most probable (token, log prob) of `row` [V], the lower id first among equals, without -inf."""
+    keep = min(keep, len(row))
+    threshold = np.partition(row, len(row) - keep)[len(row) - keep]
+    ids = np.flatnonzero((row >= threshold) & (row > -np.inf))
+    ids = ids[np.argsort(-row[ids], kind="stable")][:keep]
+    return list(zip(ids.tolist(), row[ids].tolist(), strict=True))
+
+
+def ngram_marginals(
+    context: Sequence[int], length: int, vocab: int, *, order: int = 3, smoothing: float = 1.0
+) -> np.ndarray:
+    """Log probabilities float32 [length, vocab] of a draft that only looks things up in the context itself.
+
+    Depth d: take the longest suffix of `context`, at most `order` tokens, that also ends somewhere at least d tokens
+    before the end; count what came d tokens after each such place; add `smoothing` tokens' worth of the context's own
+    token frequencies. Computed in float64. `context` ends with the root's token; a token it lacks has -inf.
+
+    Raises ValueError for an empty context, ids outside the vocabulary, a length or order below 1, smoothing of 0.
+    """
+    length, vocab = _at_least(1, "ngram: length", length), _at_least(1, "ngram: vocab", vocab)
+    order = _at_least(1, "ngram: order", order)
+    context = np.array(token_ids("ngram: context", context, vocab))
+    if not 0 < smoothing < np.inf:
+        raise ValueError(f"ngram: smoothing {smoothing}, expected a finite number above 0")
+    unigram = np.bincount(context, minlength=vocab) / len(context)
+    # ends[n - 1]: where an earlier copy of the last n tokens ends
+    ends = [np.flatnonzero(context[:-1] == context[-1])]
+    for back in range(1, min(order, len(context) - 1)):
+        last = ends[-1]
+        ends.append(last[(last >= back) & (context[last - back] == context[-1 - back])])
+    rows = []
+    for ahead in range(1, length + 1):
+        usable = ([end + ahead for end in places if end + ahead < len(context)] for places in reversed(ends))
+        followers = context[next(filter(None, usable), [])]
+        counts = np.bincount(followers, minlength=vocab) + smoothing * unigram
+        rows.append(counts / (len(followers) + smoothing))
+    with np.errstate(divide="ignore"):
+        return np.log(np.stack(rows)).astype(np.float32)
+
+
+def self_marginals(logits, acceptance: float, seed: int) -> np.ndarray:
+    """Log probabilities float32 [L, V] of a draft that knows the target and errs at a chosen rate.
+
+    logits [L, V], finite, read as float32: the target's own along its greedy continuation. Each depth, with probability
+    1 - acceptance, swaps the target's first choice (of equal logits the lower id) with its choice of a rank drawn from
+    2..8. The chosen token leads its row strictly, equals are lowered by one float32 step: the chance that the draft's
+    first choice is the target's is exactly `acceptance`. A higher acceptance under one seed only adds hits.
+
+    Raises ValueError for logits of another shape or not finite, fewer than 2 tokens, an acceptance outside [0, 1].
+    """
+    table = _table("self_marginals: logits", logits)
+    depths, vocab = table.shape
+    if vocab < 2 or not np.isfinite(table).all():
+        raise ValueError(f"self_marginals: logits {list(table.shape)}, expected 2 tokens or more, all finite")
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"self_marginals: acceptance {acceptance}, expected 0..1")
+    rng = np.random.default_rng(_at_least(0, "self_marginals: seed", seed))
+    miss = rng.random(depths) >= acceptance
+    ranks = rng.integers(1, min(8, vocab), size=depths)
+
+    shifted = table.astype(np.float64) - table.max(axis=1, keepdims=True)
+    rows = (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).astype(np.float32)
+    for row, values, missed, rank in zip(rows, table, miss, ranks, strict=True):
+        choices = [token for token, _ in _top(values, 8)]
+        first, other = choices[0], choices[rank]
+        leader = first
+        if missed:
+            row[[first, other]] = row[[other, first]]
+            leader = other
+        equal = row >= row[leader]
+        equal[leader] = False
+        row[equal] = np.nextafter(row[leader], np.float32(-np.inf))
+    return rows
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def shape(
+    name: str,
+    nodes: int,
+    *,
+    vocab: int,
+    seed: int,
+    order: str = "heap",
+    branching: int = 2,
+    root: int | None = None,
+    exclude: Iterable[int] = (),
+) -> DraftTree:
+    """A tree of a known shape: `nodes` drafted nodes, the root is extra.
+
+    name: 'chain'; 'kary' (every node has `branching` children until the nodes run out); 'comb' (a spine, and beside
+    each next spine node one leaf); 'star' (all under the root); 'random' (each node under an earlier one, drawn).
+    order: 'breadth', 'depth', or 'heap', a drawn order as best-first would give: parents first, siblings interleaved,
+    and unlike 'breadth' and 'depth' wherever the shape allows a third order.
+    Tokens are drawn from range(vocab) without `exclude` and `root`: all distinct if there are enough, else distinct
+    among siblings. The same arguments give the same tree.
+
+    Raises ValueError for an unknown name or order, numbers below 1, or too few tokens for the widest node.
+    """
+    nodes, branching = _at_least(1, "shape: nodes", nodes), _at_least(1, "shape: branching", branching)
+    vocab = _at_least(1, "shape: vocab", vocab)
+    if order not in ORDERS:
+        raise ValueError(f"shape: order {order!r}, expected one of {', '.join(ORDERS)}")
+    rng = np.random.default_rng(_at_least(0, "shape: seed", seed))
+    drafted = range(1, nodes + 1)
+    if name == "chain":
+        parents = [node - 1 for node in drafted]
+    elif name == "kary":
+        parents = [(node - 1) // branching for node in drafted]
+    elif name == "comb":  # odd nodes are the spine, node + 1 is the leaf beside it
+        parents = [max(0, (node - 1) // 2 * 2 - 1) for node in drafted]
+    elif name == "star":
+        parents = [0 for _ in drafted]
+    elif name == "random":
+        parents = [int(rng.integers(node)) for node in drafted]
+    else:
+        raise ValueError(f"shape: name {name!r}, expected one of {', '.join(SHAPES)}")
+
+    bare = DraftTree((root, *drafted), (COMMITTED, *parents))  # numbered, until the tokens are dealt
+    free = np.ones(vocab, dtype=bool)
+    free[[token for token in (*exclude, *(() if root is None else (root,))) if 0 <= token < vocab]] = False
+    pool = rng.permutation(np.flatnonzero(free))
+    widest = max(map(len, bare.children))
+    if len(pool) < widest:
+        raise ValueError(f"shape: {len(pool)} tokens to draw from, expected {widest} or more, one for each sibling")
+    tokens: list[int | None] = [root] * len(bare)
+    # siblings stand together here, so that dealing in turn keeps them distinct
+    for turn, node in enumerate(child for siblings in bare.children for child in siblings):
+        tokens[node] = int(pool[turn % len(pool)])
+    tree = DraftTree(tuple(tokens), bare.parents)
+    return _heap_order(tree, rng) if order == "heap" else tree.reordered(order)[0]
+
+
+def _heap_order(tree: DraftTree, rng: np.random.Generator) -> DraftTree:
+    """`tree` in the order of drawn path costs; drawn again while that is breadth or depth first."""
+    one_order = tree.is_chain or max(tree.depth) == 1
+    for _ in range(1 if one_order else 64):
+        costs = [0.0]
+        for parent, step in zip(tree.parents[1:], rng.exponential(size=len(tree) - 1), strict=True):
+            costs.append(costs[parent] + float(step))
+        drawn = tree.reordered(np.argsort(costs, kind="stable").tolist())[0]
+        if all(drawn != drawn.reordered(order)[0] for order in ("breadth", "depth")):
+            break
+    return drawn
+
+
+# --- recorded drafts --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """A recorded draft distribution: per depth the kept token ids and their log probabilities; all others are -inf."""
+
+    ids: tuple[tuple[int, ...], ...]
+    log_probs: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self):
+        if not self.ids or len(self.ids) != len(self.log_probs):
+            raise ValueError(
+                f"marginals: {len(self.ids)} depths of ids and {len(self.log_probs)} of log_probs; "
+                "expected as many of both, and at least one"
+            )
+        for depth, (ids, values) in enumerate(zip(self.ids, self.log_probs, strict=True), start=1):
+            token_ids(f"marginals: depth {depth}", ids)
+            if len(set(ids)) != len(ids) or len(ids) != len(values):
+                raise ValueError(
+                    f"marginals: depth {depth} has {len(ids)} ids ({len(set(ids))} distinct) and {len(values)} "
+                    "log_probs; expected distinct ids, one log prob each"
+                )
+            for token, value in zip(ids, values, strict=True):
+                number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+                if not number or not LOWEST <= value <= ROUNDING:
+                    raise ValueError(
+                        f"marginals: depth {depth} token {token} has log prob {value!r:.40}, expected a float32 <= 0"
+                    )
+
+    def dense(self, vocab: int) -> np.ndarray:
+        """Log probabilities float32 [L, vocab]. Raises ValueError naming an id outside the vocabulary."""
+        table = np.full((len(self.ids), _at_least(1, "marginals: vocab", vocab)), -np.inf, dtype=np.float32)
+        for depth, (ids, values) in enumerate(zip(self.ids, self.log_probs, strict=True)):
+            table[depth, token_ids(f"marginals: depth {depth + 1}", ids, vocab)] = values
+        return table
+
+    @classmethod
+    def from_json(cls, data: object) -> Marginals:
+        """Reads {"ids": [[...] per depth], "log_probs": [[...] per depth]}."""
+        columns = [data.get(key) for key in ("ids", "log_probs")] if isinstance(data, dict) else [None]
+        if not all(isinstance(column, list) and all(isinstance(row, list) for row in column) for column in columns):
+            raise ValueError(f"marginals: got {data!r:.60}, expected 'ids' and 'log_probs', a list per depth each")
+        return cls(*(tuple(map(tuple, column)) for column in columns))
+
+
+def load_recorded(path: str | Path) -> list[DraftTree | Marginals]:
+    """Recorded drafts from JSON lines, each {"tree": {"tokens", "parents"}} or {"marginals": {"ids", "log_probs"}}.
+
+    Raises ValueError naming the file and the line.
+    """
+    found: list[DraftTree | Marginals] = []
+    for line, data in json_lines(path):
+        kinds = [kind for kind in ("tree", "marginals") if isinstance(data, dict) and kind in data]
+        if len(kinds) != 1:
+            raise ValueError(f"{path}:{line}: got {data!r:.60}, expected an object with 'tree' or 'marginals'")
+        try:
+            reader = DraftTree if kinds == ["tree"] else Marginals
+            found.append(reader.from_json(data[kinds[0]]))
+        except ValueError as error:
+            raise ValueError(f"{path}:{line}: {error}") from None
+    return found
+
+
+def recorded_tree(draft: DraftTree | Marginals, vocab: int, budget: int, root: int | None = None) -> DraftTree:
+    """The tree of one recorded draft, at most `budget` drafted nodes.
+
+    Marginals are expanded best-first. A recorded tree keeps its first `budget` nodes (a tree at every cut, since
+    parents come first) and its own root token unless `root` is given.
+
+    Raises ValueError for a budget below 1 and for a node's token outside the vocabulary.
+    """
+    if isinstance(draft, Marginals):
+        return best_first(draft.dense(vocab), budget, root)
+    rows = _at_least(1, "recorded: budget", budget) + 1
+    tree = DraftTree(draft.tokens[:rows], draft.parents[:rows])
+    tree = tree if root is None else tree.with_root(root)
+    for node, token in enumerate(tree.tokens):
+        if token is not None and token >= vocab:
+            raise ValueError(f"recorded: node {node} has token {token}, expected 0..{vocab - 1}")
+    return tree
+
+
+# --- shared checks ----------------------------------------------------------------------------------------------------
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file (a byte order mark is dropped). Raises ValueError naming the file and the cause."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8, expected a UTF-8 text file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}, expected a readable file") from None
+
+
+def parse_json(text: str, where: str) -> object:
+    """The value of a JSON text. Raises ValueError beginning with `where`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: {error.msg} at character {error.pos}, expected JSON") from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or lists within lists within ...
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}, expected JSON") from None
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
+    """(line number, value) of each line that is not blank. Raises ValueError naming the line, or when there is none."""
+    lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path}: empty, expected one JSON value a line")
+    for number, line in lines:
+        yield number, parse_json(line, f"{path}:{number}")
+
+
+def token_ids(what: str, values: Iterable, vocab: int | None = None) -> tuple[int, ...]:
+    """`values` as a tuple of token ids, not empty, 0 or above and below `vocab` if given. Raises ValueError."""
+    found = tuple(values)
+    if not found:
+        raise ValueError(f"{what}: no tokens, expected at least one")
+    for place, value in enumerate(found):
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not whole or value < 0 or (vocab is not None and value >= vocab):
+            expected = "a token id >= 0" if vocab is None else f"a token id in 0..{vocab - 1}"
+            raise ValueError(f"{what}: token {place} is {value!r:.40}, expected {expected}")
+    return tuple(map(int, found))
+
+
+def _at_least(low: int, what: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+        raise ValueError(f"{what} {value!r:.40}, expected an integer >= {low}")
+    return int(value)
+
+
+def _table(what: str, values) -> np.ndarray:
+    """`values` as float32 [L, V], neither empty nor with NaN or +inf."""
+    try:
+        with np.errstate(over="ignore"):
+            table = np.asarray(values, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise ValueError(f"{what}: not an array of numbers, expected [depths, vocabulary]") from None
+    if table.ndim != 2 or table.size == 0:
+        raise ValueError(f"{what}: shape {list(table.shape)}, expected [depths, vocabulary], both at least 1")
+    bad = np.argwhere(np.isnan(table) | np.isposinf(table))
+    if len(bad):
+        row, token = bad[0]
+        raise ValueError(f"{what}[{row}, {token}] is {table[row, token]}, expected a number or -inf")
+    return table
