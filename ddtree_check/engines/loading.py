@@ -1,0 +1,255 @@
+"""Finds, sizes, builds and loads models: names, paths, hub ids, real or random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..errors import UsageError
+from ..families import ALIASES
+from ..resources import fixtures_dir
+
+EMBEDDED = "tiny-qwen3_5"  # the default model: in the repository and in the wheel, nothing to download
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32", "f64": "float64"}
+
+
+def resolve(name: str | None) -> str:
+    """A model name as something that can be loaded: the embedded model's path, an alias' hub id, a path or a hub id."""
+    if name is None or name == EMBEDDED:
+        return str(fixtures_dir() / "models" / EMBEDDED)
+    if name.lower() in ALIASES:
+        return ALIASES[name.lower()].hub_id
+    local = fixtures_dir() / "models" / name
+    return str(local) if local.is_dir() else name
+
+
+def parse_dtype(name: str | None, default: torch.dtype) -> torch.dtype:
+    if name is None:
+        return default
+    full = SHORT.get(name, name)
+    if full not in DTYPES:
+        raise UsageError(f"dtype: got {name!r}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[full]
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device: {name!r} cannot be used here ({_line(error)}); try --device cpu") from error
+    return device
+
+
+def load_model(
+    name: str | None, *, weights: str = "real", dtype: str | None = None, device: str = "auto", seed: int = 0,
+    attention: str = "sdpa", progress: Callable[[str], None] = lambda _: None,
+):  # fmt: skip
+    """Returns (model, provenance). dtype None means the checkpoint's (float32 for the embedded model).
+
+    Raises UsageError with the ways on: unknown name, missing weights, corrupt files, too little memory.
+    """
+    if weights not in ("real", "random"):
+        raise UsageError(f"weights: got {weights!r}, expected 'real' or 'random'")
+    source = resolve(name)
+    config = load_config(name, source, weights)
+    text = config.get_text_config(decoder=True)
+    stored = text.dtype or config.dtype or torch.float32
+    wanted = parse_dtype(dtype, torch.float32 if name in (None, EMBEDDED) else stored)
+    where = pick_device(device)
+    parameters = count_parameters(text)
+    needed = parameters * wanted.itemsize
+    spread = where.type == "cuda" and device == "auto" and needed > 0.9 * _free(where) and torch.cuda.device_count() > 1
+    free = sum(_free(torch.device("cuda", i)) for i in range(torch.cuda.device_count())) if spread else _free(where)
+    if needed > 0.95 * free:
+        raise UsageError(
+            f"memory: {name or EMBEDDED} needs {needed / 2**30:.1f} GiB in {str(wanted).removeprefix('torch.')}, "
+            f"{where} has {free / 2**30:.1f} GiB free; choose a smaller --dtype, another --device or another model"
+        )
+    text.dtype = wanted
+    extra = {"experts_implementation": "eager"} if wanted == torch.float64 and hasattr(text, "num_experts") else {}
+    progress(f"loading {name or EMBEDDED}: {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB on {where}")
+    if weights == "random":
+        model = build_random(text, dtype=wanted, device=where, seed=seed, attention=attention, **extra)
+    else:
+        model = _from_files(name, source, text, wanted, where, spread, attention, extra)
+    provenance = {
+        "name": name or EMBEDDED,
+        "source": source if name and not Path(source).exists() else Path(source).name,
+        "model_type": text.model_type,
+        "layers": text.num_hidden_layers,
+        "parameters": parameters,
+        "weights": weights,
+        "seed": seed if weights == "random" else None,
+        "revision": getattr(config, "_commit_hash", None),
+        "fingerprint": fingerprint(source) if weights == "real" else None,
+        "bytes": needed,
+    }
+    return model, provenance
+
+
+def load_config(name: str | None, source: str, weights: str = "real"):
+    """The model's configuration; for random weights an alias' built-in shape will do."""
+    alias = ALIASES.get((name or "").lower())
+    try:
+        return AutoConfig.from_pretrained(source)
+    except Exception as error:
+        if weights == "random" and alias and alias.shape:
+            shape = dict(alias.shape)
+            return AutoConfig.for_model(shape.pop("model_type"), **shape)
+        if Path(source).exists() and isinstance(error, (ValueError, KeyError)):
+            raise UsageError(
+                f"model: {source} cannot be read ({_line(error)}); expected a transformers checkpoint"
+            ) from error
+        raise missing_weights(name or source, source, error) from error
+
+
+def missing_weights(name: str, source: str, error: Exception) -> UsageError:
+    known = f" (known names: {', '.join(ALIASES)})" if source == name else f" ({source})"
+    return UsageError(
+        f"model: no weights for {name!r}{known}: {_line(error)}. Three ways on: download it "
+        f"(hf download {source}), give --model the path of a checkpoint folder, or take --weights random"
+    )
+
+
+def load_tokenizer(source: str):
+    """The tokenizer of a model, or None if it has none that can be loaded."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception:  # any of a dozen errors: missing file, missing package, unknown class
+        return None
+    # Where the files are missing, the library makes one up that knows its special tokens only.
+    return tokenizer if len(tokenizer) > len(tokenizer.added_tokens_decoder) else None
+
+
+def _from_files(name, source, text, dtype, device, spread, attention, extra):
+    if getattr(text, "quantization_config", None):
+        extra = {k: v for k, v in extra.items() if k != "experts_implementation"}
+    placement = {"device_map": "auto"} if spread else {"device_map": {"": device}} if device.type == "cuda" else {}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placement, **extra
+        )
+    except SafetensorError as error:
+        raise UsageError(
+            f"model: {source} holds a corrupt safetensors file ({_line(error)}); download it again"
+        ) from error
+    except ImportError as error:
+        raise UsageError(f"model: {source} needs a package that is missing: {_line(error)}") from error
+    except torch.cuda.OutOfMemoryError as error:
+        raise UsageError(f"memory: {source} does not fit on {device}: {_line(error)}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        if not Path(source).exists() or "no file named" in str(error):
+            raise missing_weights(name or source, source, error) from error
+        raise UsageError(f"model: {source} cannot be loaded ({_line(error)})") from error
+    absent = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
+    if absent:
+        raise UsageError(
+            f"model: {source} lacks {len(absent)} weights, first {absent[0]}; "
+            "they would be random: check the checkpoint, or take --weights random for all"
+        )
+    return model if placement else model.to(device)
+
+
+def count_parameters(config) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
+
+
+def build_random(config, *, dtype, device, seed, attention="sdpa", **extra):
+    """A model of this architecture with random weights that are sensitive to its recurrent states.
+
+    The library's own initialisation hides faults: weights of std 0.02 pass little on, and its decay forgets at once.
+    Here every matrix keeps the size of its input (std 1 / sqrt(fan-in)), decays are slow (A in 0.02 ... 1, softplus of
+    the step near 0.3) and the head gives logits of std about 2.5. Deterministic in (config, seed, device type).
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, **extra)
+    model = model.to_empty(device=device)
+    model.tie_weights()
+    draw = torch.Generator(device=device).manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            _randomize(name.rpartition(".")[2], name, weight, draw)
+        _restore_buffers(model, config, attention, dtype)
+        head = model.get_output_embeddings().weight
+        tied = head is model.get_input_embeddings().weight
+        head.normal_(0, 2.5 / math.sqrt(head.shape[-1]), generator=draw)
+        if not tied:
+            model.get_input_embeddings().weight.normal_(0, 1, generator=draw)
+    return model
+
+
+def _randomize(leaf: str, name: str, weight: torch.Tensor, draw: torch.Generator) -> None:
+    if leaf == "A_log":
+        weight.uniform_(math.log(0.02), 0.0, generator=draw)
+    elif leaf == "dt_bias":
+        weight.uniform_(-1.5, -0.5, generator=draw)
+    elif ("conv1d" in name and leaf == "weight") or weight.ndim >= 2:
+        weight.normal_(0, 1 / math.sqrt(weight.shape[-1]), generator=draw)
+    elif leaf == "bias":
+        weight.normal_(0, 0.1, generator=draw)
+    else:  # norms: some are centred on 0 and some on 1; the class's own start is right, the spread makes them matter
+        weight.normal_(0, 0.1, generator=draw)
+
+
+def _restore_buffers(model, config, attention, dtype) -> None:
+    """Fills what `to_empty` left undefined: buffers, and the norm scales' centre, from a small twin of the classes."""
+    for module in model.modules():
+        if hasattr(module, "inv_freq") and hasattr(module, "config"):
+            fresh = type(module)(module.config).to(module.inv_freq.device)
+            for key, value in fresh.named_buffers(recurse=False):
+                module.register_buffer(key, value, persistent=False)
+        scale = getattr(module, "weight", None)
+        if isinstance(scale, torch.nn.Parameter) and scale.ndim == 1 and "Norm" in type(module).__name__:
+            scale.add_(_norm_centre(module))
+
+
+def _norm_centre(module) -> float:
+    """1 for a norm that multiplies by its weight, 0 for one that multiplies by 1 + weight: seen by running it."""
+    twin = type(module)(8)
+    probe = torch.linspace(1, 2, 8)[None]
+    twin.weight.data.zero_()
+    arguments = (probe, probe) if "Gated" in type(module).__name__ else (probe,)
+    return 1.0 if not twin(*arguments).any() else 0.0
+
+
+def fingerprint(source: str) -> str | None:
+    """sha256 over every weight file's name, size and header, and 64 KiB at 64 even places: cheap at any size."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(64):
+                file.seek(size * place // 64)
+                digest.update(file.read(min(1 << 16, size)))
+    return digest.hexdigest()[:16]
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**63
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 240 else text[:237] + "..."

@@ -1,0 +1,76 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), for one token and for a whole tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..tree import ancestors
+from ..wiring import BLANK
+
+
+def step(state, q, k, v, log_decay, beta):
+    """One token of the gated delta rule.
+
+        S_t = a_t S_{t-1} + k_t (b_t (v_t - k_t^T a_t S_{t-1}))^T,   a_t = exp(log_decay)
+        o_t = S_t^T q_t
+
+    state [k, v]; q, k [k], already scaled and normalised by the caller; v [v]; log_decay <= 0 and beta are scalars.
+    Returns the new state and o_t [v]. Computes in the dtype it is given. Source: Gated DeltaNet, arXiv 2412.06464.
+    """
+    state = log_decay.exp() * state
+    state = state + torch.outer(k, beta * (v - k @ state))
+    return state, q @ state
+
+
+@dataclass(frozen=True, eq=False)
+class TreeScan:
+    """What a tree pass leaves behind: the outputs, and all that any node's state follows from.
+
+    output [..., n, v]; from_start [..., n] and between [..., n, n]: decay from the initial state and from node j to
+    node i, zero where nothing flows; keys [..., n, k] and updates [..., n, v]: what each node wrote; initial [..., k, v].
+    """
+
+    output: torch.Tensor
+    from_start: torch.Tensor
+    between: torch.Tensor
+    keys: torch.Tensor
+    updates: torch.Tensor
+    initial: torch.Tensor
+
+    def state(self, node: int) -> torch.Tensor:
+        """The state after `node`, [..., k, v]."""
+        weighted = self.between[..., node, :, None] * self.keys
+        return self.from_start[..., node, None, None] * self.initial + weighted.transpose(-1, -2) @ self.updates
+
+
+def tree_form(initial, q, k, v, log_decay, beta, sources: Sequence[int]) -> TreeScan:
+    """All nodes of a wiring at once: the UT system of the delta rule on the ancestor relation instead of row order.
+
+    Unrolled along i's sources, with D_ij the decay after j up to i and G_i the decay since the initial state S_0,
+
+        u_i = b_i (v_i - G_i S_0^T k_i - sum_{j strictly before i} D_ij (k_i . k_j) u_j)
+        o_i = G_i S_0^T q_i + sum_{j up to i} D_ij (q_i . k_j) u_j
+
+    which is one unit lower triangular system for u. A row's arithmetic depends on the rows it reads and on the shapes
+    alone, so nodes that read the same rows under two wirings agree bit for bit.
+
+    initial [..., k, v]; q, k [..., n, k]; v [..., n, v]; log_decay, beta [..., n]; sources as in `Plan.state`.
+    Computes in the dtype it is given. Source: DeltaNet's UT transform, arXiv 2406.06484, and arXiv 2412.06464.
+    """
+    reach = torch.from_numpy(ancestors(sources).copy()).to(k.device)
+    reach_float = reach.to(k.dtype)
+    strict = reach_float - torch.eye(len(sources), dtype=k.dtype, device=k.device)
+    # Sums of the log decays that lie between j and i, never differences of running sums: those cancel when decay is fast.
+    between = ((reach_float * log_decay[..., None, :]) @ strict).exp() * reach_float
+    from_start = (reach_float @ log_decay[..., None])[..., 0].exp()
+    if BLANK in sources:
+        blank = torch.tensor([source == BLANK for source in sources], dtype=k.dtype, device=k.device)
+        from_start = from_start * (1 - (reach_float @ blank))
+    system = beta[..., None] * between * (k @ k.transpose(-1, -2)) * strict
+    wanted = beta[..., None] * (v - from_start[..., None] * (k @ initial))
+    updates = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    output = from_start[..., None] * (q @ initial) + (between * (q @ k.transpose(-1, -2))) @ updates
+    return TreeScan(output, from_start, between, k, updates, initial)

@@ -1,0 +1,110 @@
+"""Runs that are equal to autoregressive decoding by construction: what they differ by is noise, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .compare import Differences, join, measure
+from .tree import DraftTree
+from .wiring import FORKED
+
+FORWARD_TOKENS = 8192  # tokens in one batch of full forward passes
+
+
+@dataclass(frozen=True)
+class Path:
+    """A root-to-leaf path: `nodes` in order, and `owned`, its positions that no earlier leaf path holds."""
+
+    nodes: tuple[int, ...]
+    owned: tuple[int, ...]
+
+
+def leaf_paths(tree: DraftTree, limit: int | None = None) -> list[Path]:
+    """Root-to-leaf paths in flat order of their leaves; with a limit, the fixed sample that covers most nodes."""
+    paths = [tree.path(leaf) for leaf in tree.leaves]
+    if limit is not None and limit < len(paths):
+        left, chosen, held = list(paths), [], set()
+        for _ in range(limit):
+            best = max(left, key=lambda path: (len(set(path) - held), -path[-1]))
+            left.remove(best)
+            chosen.append(best)
+            held |= set(best)
+        paths = sorted(chosen, key=lambda path: path[-1])
+    seen: set[int] = set()
+    found = []
+    for path in paths:
+        found.append(Path(path, tuple(place for place, node in enumerate(path) if node not in seen)))
+        seen |= set(path)
+    return found
+
+
+def padded_chain(tree: DraftTree, path: Sequence[int], rows: int) -> DraftTree:
+    """The path as a chain of `rows` rows: its own tokens, then its last token again. Rows after it cannot reach it."""
+    tokens = [tree.tokens[node] for node in path]
+    return DraftTree.chain(tokens + tokens[-1:] * (rows - len(tokens)))
+
+
+def spread(paths: Sequence[Path], parts: Sequence[Differences], nodes: int) -> tuple[Differences, np.ndarray]:
+    """Parts (one a path, its owned nodes) back in node order, and which nodes were measured, bool [nodes]."""
+    order = [path.nodes[place] for path in paths for place in path.owned]
+    joined = join(parts)
+    where = np.zeros(nodes, dtype=int)
+    where[order] = np.arange(len(order))
+    measured = np.zeros(nodes, dtype=bool)
+    measured[order] = True
+    return joined[where], measured
+
+
+def chain_run(engine, prefix, tree: DraftTree, reference: torch.Tensor, *, forked: bool, limit: int | None = None):
+    """Every root-to-leaf path as a chain as wide as the tree, against `reference` [n, vocabulary].
+
+    forked False: the engine's own multi-token pass (mode `linear`, control E_pad); True: its tree path (E_chain).
+    Returns (Differences of all nodes, measured bool [n]).
+    """
+    paths = leaf_paths(tree, limit)
+    parts = []
+    for path in paths:
+        chain = padded_chain(tree, path.nodes, len(tree))
+        logits = engine.verify(prefix, chain, FORKED if forked else None).logits
+        owned = list(path.owned)
+        parts.append(measure(reference[[path.nodes[place] for place in owned]], logits[owned]))
+    return spread(paths, parts, len(tree))
+
+
+def forward_run(engine, prompt: Sequence[int], tree: DraftTree, reference: torch.Tensor) -> Differences:
+    """Every root-to-leaf path by a full forward pass without a cache, in batches padded on the right."""
+    paths = leaf_paths(tree)
+    parts = []
+    for batch in _batches(paths, len(prompt)):
+        longest = max(len(path.nodes) for path in batch)
+        tokens = []
+        for path in batch:
+            own = [tree.tokens[node] for node in path.nodes]
+            tokens.append([*prompt, *own, *own[-1:] * (longest - len(own))])
+        logits = engine.forward(tokens, longest)
+        for path, rows in zip(batch, logits, strict=True):
+            owned = list(path.owned)
+            parts.append(measure(reference[[path.nodes[place] for place in owned]], rows[owned]))
+    return spread(paths, parts, len(tree))[0]
+
+
+def repeat_run(engine, prefix, tree: DraftTree, reference: torch.Tensor) -> Differences:
+    """The path to the deepest node, decoded once more: autoregressive decoding must repeat itself."""
+    path = list(tree.path(max(range(len(tree)), key=lambda node: tree.depth[node])))
+    again = engine.decode(prefix, DraftTree.chain([tree.tokens[node] for node in path]))
+    return measure(reference[path], again)
+
+
+def _batches(paths: Sequence[Path], prompt: int) -> Iterator[list[Path]]:
+    batch: list[Path] = []
+    for path in paths:
+        longest = max(len(held.nodes) for held in [*batch, path])
+        if batch and (prompt + longest) * (len(batch) + 1) > FORWARD_TOKENS:
+            yield batch
+            batch = []
+        batch.append(path)
+    yield batch

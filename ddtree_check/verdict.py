@@ -1,0 +1,231 @@
+"""Differences and their floor ─► a verdict per node, per mode and for the run. Pure data: runs nothing, prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from .compare import Differences
+
+NODE_VERDICTS = ("pass", "tie", "leak", "flip")
+MODES = ("linear", "tree_forked", "tree_unforked")
+# Worst first: what a run says of a mode is the worst that any of its cases said.
+MODE_VERDICTS = ("fail", "reference_unusable", "unsupported", "not_run", "insensitive", "known_failure", "pass")
+EXACT = ("float32", "float64")
+
+PASS, DEFECT, INCONCLUSIVE, USAGE = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a difference is beyond noise. Calibration: docs/verdict.md.
+
+    factor, ulps   a node is beyond noise iff error > factor * control + ulps * ulp, per node
+    near_rows      a contaminated node at most this many rows after a skip edge is expected to move
+    near_share     the share of those that must, by dtype; below it the run is `insensitive`
+    bounds         autoregressive decoding against a full forward pass: largest max_abs / std of a row in float32 and
+                   float64, largest median rms / std otherwise (a few rows may be amplified, all of them may not)
+    rounding       a multi-token pass over a chain may differ by this share of a row's std whatever its controls say: they
+                   can be exactly 0, where a full forward pass happens to run the very kernels of a decode step
+    """
+
+    factor: float = 4.0
+    ulps: float = 4.0
+    near_rows: int = 2
+    near_share: dict[str, float] = field(
+        default_factory=lambda: {"float64": 1.0, "float32": 1.0, "bfloat16": 0.95, "float16": 0.95}
+    )
+    bounds: dict[str, float] = field(
+        default_factory=lambda: {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.25, "float16": 0.25}
+    )
+    rounding: dict[str, float] = field(
+        default_factory=lambda: {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
+    )
+
+    def floor(self, controls: Sequence[np.ndarray], ulp: np.ndarray) -> np.ndarray:
+        """Largest error [n] that `controls` (each [n], runs equal by construction) explain."""
+        largest = np.max(np.stack(controls), axis=0) if controls else np.zeros_like(ulp)
+        return self.factor * largest + self.ulps * ulp
+
+    def chain_floor(self, controls: Sequence[np.ndarray], found: Differences, dtype: str) -> np.ndarray:
+        """The floor [n] of a chain against full forward passes, which are not of its width: the largest of any node."""
+        pooled = [np.full(len(found), np.max(control)) for control in controls]
+        return np.maximum(self.floor(pooled, found.ulp), self.rounding[dtype] * found.std)
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def judge(differences: Differences, floor: np.ndarray) -> tuple[str, ...]:
+    """One of NODE_VERDICTS per node. NaN is never within anything."""
+    within = differences.max_abs <= floor  # not ~(error > floor): NaN answers False to both
+    return tuple(
+        ("tie" if changed else "pass") if inside else ("flip" if changed else "leak")
+        for inside, changed in zip(within, differences.changed, strict=True)
+    )
+
+
+def beyond(verdicts: Sequence[str]) -> tuple[int, ...]:
+    """Nodes that noise does not explain."""
+    return tuple(node for node, verdict in enumerate(verdicts) if verdict in ("leak", "flip"))
+
+
+def reference_problem(repeat: Differences, forward: Differences, rule: Rule, dtype: str) -> str | None:
+    """Why autoregressive decoding cannot serve as ground truth, or None.
+
+    repeat: a path decoded twice; forward: decoding against full forward passes, all nodes.
+    """
+    drift = ~(repeat.max_abs <= rule.ulps * repeat.ulp)
+    if drift.any():
+        worst = int(np.argmax(np.where(np.isnan(repeat.max_abs), np.inf, repeat.max_abs)))
+        return (
+            f"ar does not repeat itself: |difference| {repeat.max_abs[worst]:.3g} at depth {worst}, "
+            f"expected at most {rule.ulps * repeat.ulp[worst]:.3g}"
+        )
+    bound = rule.bounds[dtype]
+    if dtype in EXACT:
+        ratio, what = forward.max_abs / forward.std, "largest |difference| / std"
+        off = float(np.max(np.where(np.isnan(ratio), np.inf, ratio)))
+    else:
+        ratio, what = forward.rms / forward.std, "median rms / std"
+        off = float(np.median(np.where(np.isnan(ratio), np.inf, ratio)))
+    if not off <= bound:
+        return f"ar differs from a full forward pass: {what} {off:.3g}, expected at most {bound:.3g}"
+    return None
+
+
+@dataclass(frozen=True)
+class ModeResult:
+    """What one mode of one case came to. `verdicts` is empty if it was not judged."""
+
+    verdict: str
+    verdicts: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def count(self, name: str) -> int:
+        return self.verdicts.count(name)
+
+
+def judge_linear(differences: Differences, floor: np.ndarray, problem: str | None) -> ModeResult:
+    if problem:
+        return ModeResult("reference_unusable", reason=problem)
+    verdicts = judge(differences, floor)
+    bad = beyond(verdicts)
+    if not bad:
+        return ModeResult("pass", verdicts)
+    return ModeResult("fail", verdicts, f"{len(bad)} nodes beyond the floor, first node {bad[0]}")
+
+
+def judge_forked(differences: Differences, floor: np.ndarray | None, expected: frozenset[int], problem: str | None):
+    """`expected` are the nodes that the wiring under test must contaminate: none for a right fork."""
+    if problem or floor is None:
+        return ModeResult("reference_unusable", reason=problem or "neither linear nor the chain control can be trusted")
+    verdicts = judge(differences, floor)
+    bad = beyond(verdicts)
+    if not bad:
+        return ModeResult("pass", verdicts)
+    law = f"; the wiring predicts {len(expected)}" if expected else ""
+    return ModeResult("fail", verdicts, f"{len(bad)} nodes beyond the floor, first node {bad[0]}{law}")
+
+
+@dataclass(frozen=True)
+class Leak:
+    """The unforked run of one case against the leak law."""
+
+    contaminated: frozenset[int]
+    near: frozenset[int]  # contaminated, and within Rule.near_rows of a skip edge
+    moved: frozenset[int]  # beyond noise
+    clean_equal: (
+        bool | None
+    )  # clean nodes bit for bit equal to the forked run's; None if the engine claims no such thing
+
+    @property
+    def outside(self) -> frozenset[int]:
+        """Moved, though the law says that nothing reached them."""
+        return self.moved - self.contaminated
+
+    @property
+    def still(self) -> frozenset[int]:
+        """Near a skip edge, and yet within noise."""
+        return self.near - self.moved
+
+
+def judge_unforked(differences: Differences, floor: np.ndarray | None, leak: Leak, problem: str | None) -> ModeResult:
+    if problem or floor is None:
+        return ModeResult("reference_unusable", reason=problem or "neither linear nor the chain control can be trusted")
+    verdicts = judge(differences, floor)
+    if leak.outside:
+        return ModeResult("fail", verdicts, f"nodes {sorted(leak.outside)[:8]} moved, which the leak law calls clean")
+    if leak.clean_equal is False:
+        return ModeResult("fail", verdicts, "clean nodes are not bit for bit those of the forked run")
+    if not leak.contaminated:
+        return ModeResult("pass", verdicts, "nothing to leak")
+    if not leak.moved:
+        return ModeResult("insensitive", verdicts, f"none of {len(leak.contaminated)} contaminated nodes moved")
+    return ModeResult(
+        "fail", verdicts, f"leaks as predicted: {len(leak.moved)} of {len(leak.contaminated)} contaminated nodes moved"
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the whole run came to. `modes` maps each mode to its verdict, `reasons` says why in plain words."""
+
+    modes: dict[str, str]
+    reasons: tuple[str, ...]
+    sensitive: bool | None  # None: nothing to leak
+    exit_code: int
+
+    @property
+    def text(self) -> str:
+        return {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}[self.exit_code]
+
+
+def conclude(
+    cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required
+) -> Verdict:
+    """From all cases to one verdict and exit code, decided by the `required` modes."""
+    reasons: list[str] = []
+    modes = {
+        mode: min((case[mode].verdict for case in cases), key=MODE_VERDICTS.index, default="not_run") for mode in MODES
+    }
+    near = sum(len(leak.near) for leak in leaks)
+    moved = near - sum(len(leak.still) for leak in leaks)
+    sensitive: bool | None = None
+    if near:
+        needed = rule.near_share[dtype]
+        sensitive = moved >= needed * near
+        if not sensitive:
+            modes["tree_unforked"] = "insensitive"
+            reasons.append(
+                f"insensitive: {moved} of {near} contaminated nodes near a skip edge moved, expected {needed:.0%}; "
+                "this model or this input does not show a leak, so a pass says little"
+            )
+    outside = sum(len(leak.outside) for leak in leaks)
+    unequal = sum(leak.clean_equal is False for leak in leaks)
+    if outside or unequal:
+        sensitive = False
+        what = f"{outside} nodes moved outside the leak law" if outside else f"clean nodes differ in {unequal} cases"
+        reasons.append(f"the unforked control is off: {what}; the forked verdict is not proven")
+    for mode in required:
+        if modes[mode] != "pass":
+            first = next((case[mode] for case in cases if case[mode].verdict == modes[mode]), None)
+            reasons.append(f"{mode}: {modes[mode]}" + (f" ({first.reason})" if first and first.reason else ""))
+    demanded = [modes[mode] for mode in required]
+    if not cases:
+        reasons.append("no case was run")
+        code = INCONCLUSIVE
+    elif "fail" in demanded:
+        code = DEFECT
+    elif any(verdict not in ("pass", "known_failure") for verdict in demanded) or sensitive is False:
+        code = INCONCLUSIVE
+    elif modes["tree_unforked"] in ("not_run", "unsupported"):
+        reasons.append(
+            f"tree_unforked: {modes['tree_unforked']}; without the control nothing shows that a leak is seen"
+        )
+        code = INCONCLUSIVE
+    else:
+        code = PASS
+    return Verdict(modes, tuple(reasons), sensitive, code)
