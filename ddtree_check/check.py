@@ -9,7 +9,7 @@ import datetime
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from .accept import compare_walks, greedy_walk
 from .case import Case, check_vocab
 from .compare import Differences, measure
 from .draft import Marginals, best_first, ngram_marginals, recorded_tree, self_marginals, token_ids
-from .errors import UsageError
-from .noise import chain_run, forward_run, repeat_run
+from .errors import Unsupported, UsageError
+from .noise import chain_run, forward_run, repeat_run, strict_run
 from .tree import DraftTree, merge
 from .verdict import (
     MODES,
@@ -129,6 +129,7 @@ class _Outcome:
     acceptance: dict[str, dict]
     controls: dict[str, np.ndarray]
     library_unforked: float
+    batched: float | None = None  # largest |difference| of the batched reference to one-token steps, on one path
 
 
 def _check_item(engine, item: Item, settings: Settings, dtype: str) -> list[_Outcome]:
@@ -138,15 +139,17 @@ def _check_item(engine, item: Item, settings: Settings, dtype: str) -> list[_Out
         check_vocab(case, engine.vocab_size)
     # The reference is decoded once for all budgets: their trees share most paths.
     union, places = merge([case.tree for case in cases])
-    reference = engine.decode(prefix, union, batched=settings.ar == "batched")
+    batched = settings.ar == "batched"
+    reference = engine.decode(prefix, union, batched=batched)
     forward = forward_run(engine, item.tokens, union, reference)
-    repeat = repeat_run(engine, prefix, union, reference)
+    repeat = repeat_run(engine, prefix, union, reference, batched=batched)
+    strict = float(np.max(strict_run(engine, prefix, union, reference).max_abs)) if batched else None
     problem = reference_problem(repeat, forward, settings.rule, dtype)
     outcomes = []
     for case, place in zip(cases, places, strict=True):
         rows = reference if place == tuple(range(len(union))) else reference[list(place)]
         outcomes.append(_check_case(engine, prefix, case, rows, forward[list(place)], settings, dtype, problem))
-    return outcomes
+    return [replace(outcome, batched=strict) for outcome in outcomes]
 
 
 def _check_case(engine, prefix, case: Case, reference, forward: Differences, settings, dtype: str, problem: str | None):
@@ -247,6 +250,8 @@ def _marginals(engine, prefix, item: Item, settings: Settings, root: int) -> np.
         logits, prefix = engine.step(prefix, token)
         rows.append(logits.double().cpu().numpy())
         token = int(logits.argmax())
+    if not np.isfinite(rows).all():
+        raise Unsupported(f"prompt {item.id}: the model's logits are not all finite; try another --dtype")
     digest = hashlib.blake2b(f"{settings.seed} {item.id}".encode(), digest_size=4).digest()
     return self_marginals(np.stack(rows), settings.acceptance, int.from_bytes(digest, "big"))
 
@@ -298,6 +303,9 @@ def _record(engine, outcomes: Sequence[_Outcome], settings: Settings, environmen
                 for name in ("forward", "pad", "chain")
             },
             "library_unforked": _number(max(outcome.library_unforked for outcome in outcomes)),
+            "batched_against_strict": _number(max(outcome.batched for outcome in outcomes))
+            if settings.ar == "batched"
+            else None,
         },
         "cases": cases,
         "leakage": _leakage(outcomes),

@@ -92,11 +92,17 @@ def forward_run(engine, prompt: Sequence[int], tree: DraftTree, reference: torch
     return spread(paths, parts, len(tree))[0]
 
 
-def repeat_run(engine, prefix, tree: DraftTree, reference: torch.Tensor) -> Differences:
-    """The path to the deepest node, decoded once more: autoregressive decoding must repeat itself."""
+def repeat_run(engine, prefix, tree: DraftTree, reference: torch.Tensor, *, batched: bool = False) -> Differences:
+    """Autoregressive decoding once more, which must give the same: the path to the deepest node, or all if `batched`."""
+    if batched:
+        return measure(reference, engine.decode(prefix, tree, batched=True))
+    return strict_run(engine, prefix, tree, reference)
+
+
+def strict_run(engine, prefix, tree: DraftTree, reference: torch.Tensor) -> Differences:
+    """The path to the deepest node by one-token steps at batch 1, nodes in path order."""
     path = list(tree.path(max(range(len(tree)), key=lambda node: tree.depth[node])))
-    again = engine.decode(prefix, DraftTree.chain([tree.tokens[node] for node in path]))
-    return measure(reference[path], again)
+    return measure(reference[path], engine.decode(prefix, DraftTree.chain([tree.tokens[node] for node in path])))
 
 
 def _batches(paths: Sequence[Path], prompt: int) -> Iterator[list[Path]]:

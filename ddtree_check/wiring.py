@@ -201,7 +201,7 @@ def _spread(op: Conv | State | Attention, dirty: np.ndarray, plan: Plan, right: 
     match op:
         case Conv(width):
             read = plan.windows(width)
-            stale = dirty[read] & (read >= 0)
+            stale = dirty[np.maximum(read, 0)] & (read >= 0)
             return (read != right.windows(width)).any(1) | stale.any(1)
         case State():
             state = dirty.copy()

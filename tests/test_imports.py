@@ -38,7 +38,20 @@ ORDER = (  # each may import what stands before it; a row is a set of siblings t
 )
 RANK = {name: rank for rank, row in enumerate(ORDER) for name in row}
 
-WITHOUT_TORCH = ("", "errors", "tree", "resources", "draft", "formats", "case", "accept", "job", "report", "cli", "pytest_plugin")
+WITHOUT_TORCH = (
+    "",
+    "errors",
+    "tree",
+    "resources",
+    "draft",
+    "formats",
+    "case",
+    "accept",
+    "job",
+    "report",
+    "cli",
+    "pytest_plugin",
+)
 HEAVY = ("torch", "transformers", "sglang")
 
 

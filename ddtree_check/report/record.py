@@ -1,0 +1,89 @@
+"""record.json: written whole or not at all, and checked when it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from ..draft import parse_json, read_text
+from ..errors import UsageError
+
+READABLE = ("ddtree-check/1",)
+NEEDED = {  # keys that the views rely on
+    "record": {
+        "environment": dict,
+        "model": dict,
+        "settings": dict,
+        "floor": dict,
+        "cases": list,
+        "leakage": dict,
+        "coverage": dict,
+        "verdict": dict,
+        "exit_code": int,
+    },
+    "case": {"id": str, "nodes": list, "modes": dict, "acceptance": dict, "leak_law": dict},
+    "node": {"node": int, "token": int, "parent": int, "depth": int, "leaked": int, "clean": bool, "ar": dict},
+}
+
+
+def write_record(path: str | Path, record: dict) -> None:
+    """Writes the record as JSON. A run killed meanwhile leaves the old file or the new one, never a part.
+
+    Raises UsageError if the file cannot be written.
+    """
+    text = json.dumps(record, allow_nan=False) + "\n"
+    with _part_of(path) as (target, part), part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+        part.replace(target)
+
+
+def check_writable(path: str | Path) -> None:
+    """Raises UsageError, before a long run, if `write_record` could not write there."""
+    with _part_of(path) as (_, part):
+        part.touch()
+
+
+@contextlib.contextmanager
+def _part_of(path: str | Path):
+    """The file meant (a link is followed) and a file beside it to write first, gone at the end."""
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        raise UsageError(f"output: {path} is not a regular file, expected the name of a file to write")
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield target, part
+    except OSError as error:
+        raise UsageError(f"output: {path} cannot be written ({error.strerror}), expected a file in a folder") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def load_record(path: str | Path) -> dict:
+    """Reads a record. Raises UsageError naming the file and what is missing from it."""
+    try:
+        record = parse_json(read_text(path), str(path))
+        if not isinstance(record, dict) or record.get("schema") not in READABLE:
+            found = record.get("schema") if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"{path}: schema {found!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")
+        _needs(record, "record", str(path))
+        for index, case in enumerate(record["cases"]):
+            _needs(case, "case", f"{path}: cases[{index}]")
+            for place, node in enumerate(case["nodes"]):
+                _needs(node, "node", f"{path}: case {case['id']}: nodes[{place}]")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return record
+
+
+def _needs(data: object, what: str, where: str) -> None:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: got {type(data).__name__}, expected an object")
+    for key, kind in NEEDED[what].items():
+        if not isinstance(data.get(key), kind):
+            got = type(data[key]).__name__ if key in data else "nothing"
+            raise ValueError(f"{where}: {key} is {got}, expected {kind.__name__}")

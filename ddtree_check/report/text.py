@@ -1,0 +1,33 @@
+"""How values of a record are written: everything on one line, nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import math
+
+WIDEST_TOKEN = 18
+
+
+def plain(text: object) -> str:
+    """Text with whatever is not printable (line breaks, escape sequences, marks of direction) shown as an escape."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in str(text)
+    )
+
+
+def number(value: float | None) -> str:
+    """Three digits; a record holds null for what is not finite."""
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+def size(value: float | None) -> float:
+    """A difference to sort or to average by: what is not finite is larger than anything."""
+    return math.inf if value is None else value
+
+
+def token_text(token: int | None, tokens: dict[str, str]) -> str:
+    """A token in quotes, shortened, or its id where the record holds no text."""
+    text = tokens.get(str(token))
+    if text is None:
+        return str(token)
+    shown = repr(text)
+    return shown if len(shown) <= WIDEST_TOKEN else f"{shown[: WIDEST_TOKEN - 2]}…{shown[-1]}"

@@ -1,0 +1,220 @@
+"""The pytest plugin in somebody else's project: a fresh pytest in a folder that knows nothing of this one."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import ddtree_check
+from ddtree_check.pytest_plugin import selects_leakage
+from ddtree_check.verdict import Rule
+from tests import tiny
+from tests.tiny import break_forked, hand_record
+
+pytest_plugins = ("pytester",)
+checkpoint = tiny.checkpoint
+
+# Installed, the plugin is found by its entry point, and naming it too would load it twice.
+INSTALLED = "ddtree_check" in entry_points(group="pytest11").names
+OURS = () if INSTALLED else ("-p", "ddtree_check.pytest_plugin")
+
+# Stands in for the run of a model: notes its command, answers with the record beside it, and tells what was imported.
+STAND_IN = """
+import json, sys
+from pathlib import Path
+import ddtree_check.pytest_plugin as plugin
+from ddtree_check.errors import Unsupported, UsageError
+
+here = Path(__file__).parent
+
+def run(job):
+    with (here / "commands.txt").open("a") as file:
+        file.write(job.command() + "\\n")
+    if (here / "error.txt").exists():
+        raise eval((here / "error.txt").read_text())
+    return json.loads((here / "record.json").read_text())
+
+plugin.run = run
+
+def pytest_unconfigure():
+    (here / "heavy.txt").write_text(" ".join(name for name in ("torch", "transformers") if name in sys.modules))
+"""
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A project with a test of its own, two prompts, and a stand-in for the model."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(ddtree_check.__file__).parents[1]))
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makeini("[pytest]\naddopts = --strict-markers\nmarkers = slow\n")
+    pytester.makeconftest(STAND_IN)
+    pytester.makepyfile(test_own="import pytest\ndef test_own(): pass\n@pytest.mark.leakage\ndef test_marked(): pass\n")
+    lines = [{"id": name, "token_ids": [5, 6, 7]} for name in ("code-1", "code 2")]
+    pytester.path.joinpath("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pytester.path.joinpath("record.json").write_text(json.dumps(hand_record("code-1/3", "code 2/3")))
+    return pytester
+
+
+def leakage(project, *arguments: str, expression: str = "leakage"):
+    given = ("--ddtree-prompts=prompts.jsonl", "--ddtree-budget=3", *arguments)
+    return project.runpytest_subprocess(*OURS, "-p", "no:cacheprovider", "-m", expression, *given)
+
+
+ITEMS = [
+    "leakage::code-1/3::linear",
+    "leakage::code-1/3::tree_forked",
+    "leakage::code 2/3::linear",
+    "leakage::code 2/3::tree_forked",
+    "leakage::verdict",
+]
+EXPRESSIONS = [
+    ("leakage", True),
+    ("leakage and not slow", True),
+    ("slow or leakage", True),
+    ("(leakage)", True),
+    ("", False),
+    ("slow", False),
+    ("not slow", False),
+    ("not leakage", False),
+    ("leakage and slow", False),
+    ("leakages", False),
+    ("leakage and", False),
+]
+
+
+@pytest.mark.parametrize(("expression", "selected"), EXPRESSIONS)
+def test_which_expressions_ask_for_leakage(expression, selected):
+    assert selects_leakage(expression) is selected
+
+
+@pytest.mark.parametrize("expression", ["", "not slow", "not leakage"])
+def test_nothing_happens_unless_asked(project, expression):
+    result = leakage(project, expression=expression)
+    result.assert_outcomes(passed=1 if "leakage" in expression else 2, deselected=1 if "leakage" in expression else 0)
+    assert not (project.path / "commands.txt").exists()
+    assert (project.path / "heavy.txt").read_text() == ""
+
+
+def test_items_are_collected_without_a_model(project):
+    result = leakage(project, "--collect-only", "-q")
+    assert result.outlines[:6] == ["test_own.py::test_marked", *ITEMS]
+    assert (project.path / "heavy.txt").read_text() == ""
+    assert not (project.path / "commands.txt").exists()
+
+
+def test_a_run_that_passes(project):
+    result = leakage(project)
+    result.assert_outcomes(passed=6, deselected=1)
+    result.stdout.fnmatch_lines(["collected 7 items / 1 deselected / 6 selected"])
+    assert (project.path / "commands.txt").read_text().splitlines() == [
+        "ddtree-check compare --prompts prompts.jsonl --budget 3 --require linear,tree_forked"
+    ]
+
+
+def test_a_failing_case_shows_its_worst_nodes_and_the_command(project):
+    record = break_forked(hand_record("code-1/3", "code 2/3"), case=1)
+    (project.path / "record.json").write_text(json.dumps(record))
+    result = leakage(project, "--ddtree-dtype=bfloat16")
+    result.assert_outcomes(passed=4, failed=2, deselected=1)
+    text = result.stdout.str()
+    assert "code 2/3: tree_forked: fail: 1 nodes beyond the floor, first node 3" in text
+    assert re.search(r"^code 2/3 +3 +1 +1 +2 +1 +2\.5 +0\.0001 +1\.5 +17 → 'a\|b'$", text, re.MULTILINE)
+    command = "ddtree-check compare --dtype bfloat16 --prompts prompts.jsonl --budget 3 --require linear,tree_forked"
+    assert f"again: {command} --only 'code 2'" in text
+    assert "verdict: fail (linear pass, tree_forked fail), exit code 1" in text
+    assert "FAILED leakage::code 2/3::tree_forked - code 2/3: tree_forked: fail" in text
+    assert "Traceback" not in text and "pytest_plugin.py" not in text
+
+
+def test_what_cannot_be_judged_fails_and_is_not_skipped(project):
+    record = hand_record("code-1/3", "code 2/3")
+    for case in record["cases"]:
+        case["modes"]["linear"] |= {"verdict": "reference_unusable", "reason": "ar does not repeat itself"}
+    record["verdict"] |= {"text": "inconclusive", "reasons": ["linear: reference_unusable"]}
+    record["exit_code"] = 2
+    (project.path / "record.json").write_text(json.dumps(record))
+    result = leakage(project)
+    result.assert_outcomes(passed=3, failed=3, deselected=1)
+    result.stdout.fnmatch_lines(["code-1/3: linear: reference_unusable: ar does not repeat itself"])
+
+
+def test_an_insensitive_run_fails_its_verdict_only(project):
+    record = hand_record("code-1/3", "code 2/3")
+    record["verdict"] |= {"text": "inconclusive", "reasons": ["insensitive: 0 of 4 moved"], "sensitive": False}
+    record["exit_code"] = 2
+    (project.path / "record.json").write_text(json.dumps(record))
+    result = leakage(project)
+    result.assert_outcomes(passed=5, failed=1, deselected=1)
+    result.stdout.fnmatch_lines(["Because: insensitive: 0 of 4 moved"])
+
+
+def test_a_model_that_cannot_be_checked_fails_everywhere(project):
+    (project.path / "error.txt").write_text("Unsupported('layer 3 is odd')")
+    result = leakage(project)
+    result.assert_outcomes(passed=1, failed=5, deselected=1)
+    assert len((project.path / "commands.txt").read_text().splitlines()) == 1  # asked once
+
+
+def test_bad_input_is_one_failure_with_one_line(project):
+    (project.path / "error.txt").write_text("UsageError('model: no weights for it')")
+    result = leakage(project)
+    result.assert_outcomes(passed=1, failed=1, deselected=1)
+    result.stdout.fnmatch_lines(["ddtree-check: model: no weights for it"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--ddtree-budget=0", "ddtree-check: --ddtree-budget: got '0', expected numbers"),
+        ("--ddtree-prompts=none.jsonl", "ddtree-check: none.jsonl: No such file"),
+        ("--ddtree-limit=0", "ddtree-check: limit: got 0"),
+    ],
+)
+def test_bad_options_stop_pytest_before_it_collects(project, argument, says):
+    result = leakage(project, argument)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert len([line for line in result.errlines if line]) == 1 and result.errlines[0].startswith(f"ERROR: {says}")
+    assert leakage(project, argument, expression="not slow").ret == 0  # nobody asked
+
+
+@pytest.mark.parametrize(
+    ("words", "passed", "prompts"),
+    [
+        ("leakage::code-1/3", 2, " --only code-1"),
+        ("linear", 2, ""),
+        ("code-1 and linear", 1, " --only code-1"),
+        ("verdict", 1, ""),
+    ],
+)
+def test_k_picks_cases_and_only_their_prompts_run(project, words, passed, prompts):
+    leakage(project, "-k", words).assert_outcomes(passed=passed, deselected=7 - passed)
+    command = "ddtree-check compare --prompts prompts.jsonl --budget 3 --require linear,tree_forked"
+    assert (project.path / "commands.txt").read_text() == command + prompts + "\n"
+
+
+def test_with_xdist(project):
+    pytest.importorskip("xdist", reason="needs pytest-xdist")
+    record = break_forked(hand_record("code-1/3", "code 2/3"))
+    (project.path / "record.json").write_text(json.dumps(record))
+    leakage(project, "-n", "2").assert_outcomes(passed=4, failed=2)
+    assert 1 <= len((project.path / "commands.txt").read_text().splitlines()) <= 2  # once in each worker
+
+
+def test_the_required_modes_are_those_of_the_command_line():
+    from ddtree_check.check import Settings
+    from ddtree_check.job import BUDGET, whole_numbers
+    from ddtree_check.pytest_plugin import REQUIRED
+
+    assert Settings(rule=Rule()).require == REQUIRED
+    assert Settings().budgets == whole_numbers("budget", BUDGET)
+
+
+def test_a_real_model(project, checkpoint, monkeypatch):
+    (project.path / "conftest.py").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = leakage(project, f"--ddtree-model={checkpoint}", "--ddtree-limit=1")
+    result.assert_outcomes(passed=4, deselected=1)
