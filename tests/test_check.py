@@ -1,0 +1,297 @@
+"""The whole flow on small models: it is green on a right engine and red, in the right place, on a wrong one."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ddtree_check.check import Item, Settings, check
+from ddtree_check.draft import Marginals
+from ddtree_check.errors import UsageError
+from ddtree_check.tree import DraftTree
+from ddtree_check.wiring import BLANK, UNFORKED, Wiring
+from tests.faults import Faulty
+from tests.models import VOCAB, engine, prompt, tree
+
+SETTINGS = Settings(budgets=(8, 24))
+ITEMS = [Item(f"p{seed}", prompt(12, seed)) for seed in range(2)]
+NODE_KEYS = {"node", "token", "parent", "depth", "leaked", "clean", "ar", "linear", "tree_forked", "tree_unforked"}
+MODE_NODE_KEYS = {"argmax", "max_abs", "rms", "kl", "tv", "ar_rank", "verdict"}
+MODE_KEYS = {"verdict", "nodes", "pass", "tie", "leak", "flip", "max_abs", "median_abs"}
+ACCEPTANCE_KEYS = {"path", "accepted", "bonus", "wrong_accept", "wrong_reject", "wrong_bonus", "by_tie"}
+
+
+@pytest.fixture(scope="module")
+def record():
+    return check(engine("qwen3_5_text"), ITEMS, SETTINGS)
+
+
+def test_a_right_engine_passes_and_its_control_fails(record):
+    assert record["exit_code"] == 0
+    assert record["verdict"]["modes"] == {"linear": "pass", "tree_forked": "pass", "tree_unforked": "fail"}
+    assert record["coverage"]["near_moved"] == record["coverage"]["near"] > 0
+    for case in record["cases"]:
+        assert case["leak_law"]["clean_bitwise_equal"] and not case["leak_law"]["outside"]
+
+
+def test_the_record_has_the_promised_keys_and_is_plain_json(record):
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert {"schema", "environment", "model", "settings", "floor", "cases", "verdict", "exit_code"} <= record.keys()
+    for case in record["cases"]:
+        assert {"id", "prompt_tokens", "tree", "nodes", "modes", "acceptance", "commit"} <= case.keys()
+        assert {"tokens", "parents", "source"} <= case["tree"].keys()
+        for node in case["nodes"]:
+            assert NODE_KEYS <= node.keys() and {"argmax", "margin"} <= node["ar"].keys()
+            assert all(MODE_NODE_KEYS <= node[mode].keys() for mode in case["modes"])
+        assert all(MODE_KEYS <= mode.keys() for mode in case["modes"].values())
+        assert all(ACCEPTANCE_KEYS <= found.keys() for found in case["acceptance"].values())
+    assert {"contaminated", "flipped", "median_kl", "wrong_accept_per_round"} <= record["leakage"].keys()
+
+
+def test_a_record_holds_what_is_needed_to_run_its_case_again(record):
+    case = record["cases"][1]
+    item = Item("again", tuple(case["prompt_tokens"]), tree=DraftTree.from_json(case["tree"]))
+    again = check(engine("qwen3_5_text"), [item], SETTINGS)["cases"][0]
+    assert again["nodes"] == case["nodes"]
+
+
+def test_smaller_budgets_share_the_reference_of_larger_ones(record):
+    small, large = record["cases"][:2]
+    assert (len(small["nodes"]), len(large["nodes"])) == (9, 25)
+    assert [node["ar"] for node in small["nodes"]] == [node["ar"] for node in large["nodes"][:9]]
+
+
+FAULTS = [
+    pytest.param(UNFORKED, id="not-forked"),
+    pytest.param(Wiring.parse("state=flat"), id="state-only"),
+    pytest.param(Wiring.parse("conv=flat"), id="conv-only"),
+    pytest.param(Wiring.parse("mask=flat"), id="causal-mask"),
+    pytest.param(Wiring.parse("positions=flat"), id="positions-by-index"),
+    pytest.param(Wiring("x", state=lambda t: (BLANK, *t.parents[1:])), id="dropped-root-state"),
+    pytest.param(Wiring("x", conv=lambda t: (BLANK, *t.parents[1:])), id="dropped-root-window"),
+    pytest.param(Wiring("x", state=lambda t: (*t.parents[:-1], 0)), id="one-wrong-edge"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_tree_pass_is_a_defect_at_its_first_node(fault, dtype):
+    case = tree("random", 16, seed=4)
+    host = Faulty(engine("qwen3_5_text", dtype), forked=fault)
+    record = check(host, [Item("p", prompt(12), tree=case)], SETTINGS)
+    assert record["verdict"]["modes"]["tree_forked"] == "fail" and record["exit_code"] == 1
+    bad = [n["node"] for n in record["cases"][0]["nodes"] if n["tree_forked"]["verdict"] in ("leak", "flip")]
+    plan = fault.plan(case)
+    assert min(bad) == min(plan.skip_rows) if dtype == "float32" else min(bad) >= min(plan.skip_rows)
+    assert f"first node {bad[0]}" in record["cases"][0]["modes"]["tree_forked"]["reason"]
+
+
+def test_who_deploys_without_forking_asks_for_it():
+    settings = replace(SETTINGS, require=("tree_unforked",))
+    assert check(engine("qwen3_5_text"), ITEMS[:1], settings)["exit_code"] == 1
+
+
+def _bend(logits):
+    logits = logits.clone()
+    logits[-1] += torch.linspace(0, 1, logits.shape[-1])
+    return logits
+
+
+def test_a_wrong_linear_is_named_and_the_tree_still_judged_by_its_chain_control():
+    host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]))
+    record = check(host, ITEMS[:1], SETTINGS)
+    assert record["verdict"]["modes"]["linear"] == "fail" and record["exit_code"] == 1
+    assert record["verdict"]["modes"]["tree_forked"] == "pass"
+    assert "first node 0" in record["cases"][0]["modes"]["linear"]["reason"]
+    # With a wrong fork too nothing is left to judge by when the fault shows on chains as well.
+    both = Faulty(host, forked=Wiring("x", state=lambda t: (BLANK, *t.parents[1:])))
+    assert check(both, ITEMS[:1], SETTINGS)["verdict"]["modes"]["tree_forked"] == "reference_unusable"
+
+
+def test_decoding_that_does_not_repeat_itself_judges_nothing():
+    host = Faulty(engine("qwen3_5_text"), decode=lambda logits, call: _bend(logits) if call % 2 == 0 else logits)
+    record = check(host, ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 2 and set(record["verdict"]["modes"].values()) == {"reference_unusable"}
+    assert any("does not repeat itself" in reason for reason in record["verdict"]["reasons"])
+
+
+def test_decoding_that_differs_from_full_forward_passes_judges_nothing():
+    host = Faulty(engine("qwen3_5_text"), forward=lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]))
+    record = check(host, ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 2
+    assert any("full forward" in reason for reason in record["verdict"]["reasons"])
+
+
+def test_a_model_that_does_not_react_is_insensitive():
+    """A control that does not leak proves nothing, whatever the forked run says."""
+    host = Faulty(engine("qwen3_5_text"), unforked=Wiring("quiet"))
+    record = check(host, ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 2 and record["verdict"]["modes"]["tree_unforked"] == "insensitive"
+    assert record["verdict"]["sensitive"] is False
+
+
+def test_a_control_that_leaks_elsewhere_proves_nothing_either():
+    dropped = Wiring("x", state=lambda t: (BLANK, *range(len(t) - 1)), conv="flat")
+    record = check(Faulty(engine("qwen3_5_text"), unforked=dropped), ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 2
+    assert any("outside the leak law" in reason for reason in record["verdict"]["reasons"])
+
+
+def test_one_bit_in_a_clean_node_is_seen():
+    """Clean nodes of the two wirings must agree bit for bit: no tolerance."""
+    host = Faulty(engine("qwen3_5_text"))
+    run = host.verify
+
+    def verify(prefix, tree, wiring):
+        verified = run(prefix, tree, wiring)
+        if wiring is UNFORKED:
+            row = verified.logits[0]
+            row[3] = torch.nextafter(row[3], torch.tensor(torch.inf))
+        return verified
+
+    host.verify = verify
+    record = check(host, ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 2 and not record["cases"][0]["leak_law"]["clean_bitwise_equal"]
+    # An engine that makes no such claim is not held to it.
+    host.exact_control = False
+    assert check(host, ITEMS[:1], SETTINGS)["exit_code"] == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_attention_only_models_pass_in_every_mode(family):
+    record = check(engine(family), ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 0 and set(record["verdict"]["modes"].values()) == {"pass"}
+    assert record["cases"][0]["modes"]["tree_unforked"]["reason"] == "nothing to leak"
+
+
+def test_a_chain_has_nothing_to_leak():
+    record = check(engine("qwen3_5_text"), [Item("p", prompt(5), tree=tree("chain", 8))], SETTINGS)
+    assert record["exit_code"] == 0 and record["verdict"]["sensitive"] is None
+
+
+@pytest.mark.parametrize("name", ["root-only", "star", "comb"])
+def test_small_and_flat_trees(name):
+    case = DraftTree((5,), (-1,)) if name == "root-only" else tree(name, 6)
+    assert check(engine("qwen3_5_text"), [Item("p", prompt(1), tree=case)], SETTINGS)["exit_code"] == 0
+
+
+def test_nan_logits_are_never_within_noise():
+    host = Faulty(engine("qwen3_5_text"))
+    run = host.verify
+
+    def verify(prefix, tree, wiring):
+        verified = run(prefix, tree, wiring)
+        if wiring is not None and not tree.is_chain:
+            verified.logits[-1, 0] = torch.nan
+        return verified
+
+    host.verify = verify
+    record = check(host, ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 1
+    worst = record["cases"][0]["nodes"][-1]["tree_forked"]
+    assert worst["max_abs"] is None and worst["verdict"] in ("leak", "flip")
+
+
+@pytest.mark.parametrize("draft", ["self", "ngram"])
+@pytest.mark.parametrize("order", ["heap", "breadth", "depth"])
+def test_draft_sources_and_orders(draft, order):
+    record = check(engine("qwen3_5_text"), ITEMS[:1], replace(SETTINGS, draft=draft, order=order, budgets=(12,)))
+    assert record["exit_code"] == 0
+    assert record["cases"][0]["tree"]["source"] == {"draft": draft, "order": order, "seed": 0, "budget": 12}
+
+
+def test_recorded_marginals_and_trees():
+    marginals = Marginals(((3, 4), (5, 6)), ((-0.5, -1.0), (-0.4, -1.2)))
+    items = [Item("m", prompt(5), recorded=marginals), Item("t", prompt(5), recorded=tree("kary", 6))]
+    record = check(engine("qwen3_5_text"), items, replace(SETTINGS, draft="recorded", budgets=(4,)))
+    assert record["exit_code"] == 0
+    assert record["cases"][0]["tree"]["tokens"][1:] == [3, 5, 4, 5]
+
+
+def test_self_draft_accepts_as_often_as_asked(monkeypatch):
+    """At acceptance 1 the target's greedy text is the first path of the tree; at 0 it leaves it at once."""
+    host = engine("qwen3_5_text")
+    for share, check_paths in ((1.0, lambda a: a["accepted"] >= 1), (0.0, lambda a: a["path"][:2] != [0, 1])):
+        record = check(host, ITEMS, replace(SETTINGS, acceptance=share, budgets=(16,)))
+        assert all(check_paths(case["acceptance"]["ar"]) for case in record["cases"])
+
+
+def test_batched_reference_gives_the_same_verdict():
+    record = check(engine("qwen3_5_text"), ITEMS[:1], replace(SETTINGS, ar="batched"))
+    assert record["exit_code"] == 0 and 0 < record["floor"]["batched_against_strict"] < 1e-3
+    shaky = Faulty(engine("qwen3_5_text"), decode=lambda logits, call: _bend(logits) if call == 2 else logits)
+    assert check(shaky, ITEMS[:1], replace(SETTINGS, ar="batched"))["exit_code"] == 2
+
+
+def test_no_pass_is_wasted(monkeypatch):
+    """One prefill, each union node decoded once, and per case: two controls a leaf path and three tree passes."""
+    host, calls = engine("qwen3_5_text"), []
+    run = type(host)._run
+
+    def counted(self, tokens, *args, **kwargs):
+        calls.append(np.shape(tokens))
+        return run(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(type(host), "_run", counted)
+    case = tree("random", 16)
+    check(host, [Item("p", prompt(5), tree=case)], SETTINGS)
+    steps = sum(shape == (1, 1) for shape in calls)
+    rows = sum(shape == (1, len(case)) for shape in calls)
+    assert steps == len(case) + max(case.depth) + 1  # every node, and the deepest path once more
+    assert rows == 2 * len(case.leaves) + 3
+    assert len(calls) == steps + rows + 2  # the prefill and one batch of full forward passes
+
+
+def test_deterministic(record):
+    again = check(engine("qwen3_5_text"), ITEMS, SETTINGS)
+    assert {k: v for k, v in again.items() if k != "created"} == {k: v for k, v in record.items() if k != "created"}
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        pytest.param(Item("p", prompt(510)), "context is 512", id="too-long"),
+        pytest.param(Item("p", (1, VOCAB)), f"token 1 is {VOCAB}", id="prompt-token"),
+        pytest.param(
+            Item("p", prompt(3), tree=DraftTree((5, VOCAB), (-1, 0))), f"node 1 has token {VOCAB}", id="tree-token"
+        ),
+        pytest.param(Item("p", ()), "no tokens", id="empty-prompt"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused(item, says):
+    with pytest.raises((UsageError, ValueError), match=says):
+        check(engine("qwen3_5_text"), [item], SETTINGS)
+
+
+def test_input_is_refused_before_anything_runs(monkeypatch):
+    host = engine("qwen3_5_text")
+    monkeypatch.setattr(type(host), "_run", lambda *a, **k: pytest.fail("ran a pass"))
+    for item in (
+        Item("p", prompt(510)),
+        Item("p", (1, VOCAB)),
+        Item("p", ()),
+        Item("p", (1,), tree=DraftTree((5, VOCAB), (-1, 0))),
+    ):
+        with pytest.raises((UsageError, ValueError)):
+            check(host, [item], SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"budgets": ()}, {"budgets": (0,)}, {"order": "up"}, {"draft": "tea"}, {"acceptance": 1.5}, {"length": 0},
+        {"ar": "fast"}, {"controls": 0}, {"require": ()}, {"require": ("ar",)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_name_what_is_wrong(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong)).removesuffix("s")):
+        Settings(**wrong)
+
+
+def test_progress_is_told():
+    seen = []
+    check(engine("qwen3_5_text"), ITEMS, replace(SETTINGS, budgets=(4,)), progress=lambda *step: seen.append(step))
+    assert seen == [(0, 2, "p0"), (1, 2, "p1"), (2, 2, "done")]

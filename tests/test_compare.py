@@ -1,0 +1,126 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ddtree_check import compare
+from ddtree_check.compare import join, measure, ulp
+
+
+def logits(rows=5, vocab=37, seed=0, dtype=torch.float64):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype) * 3
+
+
+def by_hand(a, b):
+    """The same quantities for one row, by their definitions in numpy."""
+    p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (a, b))
+    difference = (b - b.mean()) - (a - a.mean())
+    ordered = np.sort(a)[::-1]
+    return {
+        "max_abs": np.abs(difference).max(),
+        "rms": np.sqrt((difference**2).mean()),
+        "kl": (p * np.log(p / q)).sum(),
+        "tv": 0.5 * np.abs(p - q).sum(),
+        "argmax": a.argmax(),
+        "run_argmax": b.argmax(),
+        "margin": ordered[0] - ordered[1],
+        "ar_rank": (b > b[a.argmax()]).sum(),
+        "std": a.std(ddof=1),
+    }
+
+
+@pytest.mark.parametrize("chunk", [1, 80, 1 << 19])
+def test_quantities_by_their_definitions(monkeypatch, chunk):
+    monkeypatch.setattr(compare, "CHUNK", chunk)
+    a, b = logits(seed=1), logits(seed=2)
+    found = measure(a, b)
+    for row in range(len(a)):
+        for name, value in by_hand(a[row].numpy(), b[row].numpy()).items():
+            assert getattr(found, name)[row] == pytest.approx(value, rel=1e-12, abs=1e-12), name
+
+
+def test_equal_rows_differ_by_nothing_and_one_changed_logit_is_found():
+    a = logits()
+    same = measure(a, a.clone())
+    assert not same.max_abs.any() and not same.kl.any() and not same.changed.any() and not same.ar_rank.any()
+    b = a.clone()
+    b[3, 11] += 0.5
+    found = measure(a, b)
+    assert np.flatnonzero(found.max_abs > 1e-12).tolist() == [3]
+    assert found.max_abs[3] == pytest.approx(0.5 * 36 / 37)
+
+
+def test_a_shift_of_a_whole_row_is_no_difference():
+    a = logits()
+    assert measure(a, a + 7.5).max_abs.max() < 1e-12
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", ["reference", "run"])
+def test_what_is_not_finite_is_never_small(bad, side):
+    a, b = logits(), logits()
+    (a if side == "reference" else b)[2, 4] = bad
+    found = measure(a, b)
+    assert np.isnan(found.max_abs[2]) and not (found.max_abs[2] <= 1e9)
+    assert np.isfinite(found.max_abs[[0, 1, 3, 4]]).all()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(logits(rows=1), id="a-row-that-would-broadcast"),
+        pytest.param(logits(rows=4), id="a-missing-node"),
+        pytest.param(logits(dtype=torch.float32), id="another-dtype"),
+        pytest.param(logits()[0], id="no-rows"),
+    ],
+)
+def test_shapes_and_dtypes_are_compared_first(run):
+    with pytest.raises(ValueError, match=r"expected \[nodes, vocabulary\] twice"):
+        measure(logits(), run)
+
+
+def test_equal_logits_name_the_lowest_id():
+    a = torch.zeros(1, 6)
+    a[0, [2, 4]] = 1.0
+    found = measure(a, a.clone())
+    assert (found.argmax[0], found.run_argmax[0], found.margin[0]) == (2, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "spacing"),
+    [
+        (8.0, torch.bfloat16, 0.0625),
+        (15.9, torch.bfloat16, 0.0625),
+        (16.0, torch.bfloat16, 0.125),
+        (1.0, torch.float32, 2.0**-23),
+        (0.75, torch.float16, 2.0**-11),
+    ],
+)
+def test_ulp(value, dtype, spacing):
+    assert ulp(torch.tensor([value]), dtype).item() == spacing
+
+
+def test_join_and_pick_keep_every_field_in_step():
+    a, b = logits(seed=1), logits(seed=2)
+    whole, parts = measure(a, b), join([measure(a[:2], b[:2]), measure(a[2:], b[2:])])
+    for name in ("max_abs", "kl", "argmax", "ulp"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name))
+        assert np.array_equal(getattr(whole[[3, 1]], name), getattr(whole, name)[[3, 1]])
+
+
+def test_memory_stays_below_one_more_array():
+    """Vocabulary 248,320 and 65 nodes: with the two arrays themselves, below three logit arrays."""
+    code = """
+import resource, torch
+from ddtree_check.compare import measure
+a = torch.randn(65, 248320)
+b = a + 1e-3 * torch.randn(65, 1)
+measure(a[:2], b[:2])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+measure(a, b)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / a.nbytes)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(out.stdout) < 0.9
