@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .draft import json_lines, parse_json, read_text, token_ids
+from .draft import token_ids
+from .files import json_lines, parse_json, read_text, write_text
 from .tree import DraftTree
 
 
@@ -78,19 +77,7 @@ def save_cases(path: str | Path, cases: Sequence[Case]) -> None:
         raise ValueError(f"{path}: no cases to save, expected at least one")
     _distinct(case.id for case in cases)
     text = "".join(json.dumps(case.to_json()) + "\n" for case in cases)
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}, expected a file that can be written") from None
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+    write_text(path, text)
 
 
 def load_tree(path: str | Path) -> DraftTree:

@@ -50,7 +50,7 @@ class Settings:
     draft        self, ngram or recorded;  acceptance  the share of depths where `self` puts the target's token first
     require      the modes that decide the exit code
     ar           strict (one node at a time) or batched (level by level)
-    controls     how many leaf paths the noise controls run; None for all
+    controls     how many leaf paths the chain control runs, those that hold most nodes; None for all
     """
 
     budgets: tuple[int, ...] = (16, 64)
@@ -96,7 +96,9 @@ class Item:
     recorded: DraftTree | Marginals | None = None
 
 
-def check(engine, items: Iterable[Item], settings: Settings, *, model: dict | None = None, progress: Callable = None):
+def check(
+    engine, items: Iterable[Item], settings: Settings, *, model: dict | None = None, progress: Callable | None = None
+):
     """Runs every item through the four modes and returns the record (see docs/record.md), ready for JSON.
 
     progress(done, total, text) is called before each step. Raises UsageError for input that the model cannot take.
@@ -154,11 +156,11 @@ def _check_item(engine, item: Item, settings: Settings, dtype: str) -> list[_Out
 
 def _check_case(engine, prefix, case: Case, reference, forward: Differences, settings, dtype: str, problem: str | None):
     rule, tree = settings.rule, case.tree
-    linear, measured = chain_run(engine, prefix, tree, reference, forked=False, limit=settings.controls)
+    linear, _ = chain_run(engine, prefix, tree, reference, forked=False)
     # Without a recurrence the engine's own pass and its tree path are the same pass.
-    chain = linear
+    chain, measured = linear, np.ones(len(tree), dtype=bool)
     if any(isinstance(op, (Conv, State)) for layer in engine.layers for branch in layer.branches for op in branch):
-        chain, _ = chain_run(engine, prefix, tree, reference, forked=True, limit=settings.controls)
+        chain, measured = chain_run(engine, prefix, tree, reference, forked=True, limit=settings.controls)
     forked_logits = engine.verify(prefix, tree, FORKED).logits
     forked = measure(reference, forked_logits)
     fingerprints = _row_hashes(forked_logits, tree)
@@ -173,10 +175,11 @@ def _check_case(engine, prefix, case: Case, reference, forward: Differences, set
     linear_floor = rule.chain_floor([forward.max_abs], linear, dtype)
     results = {"linear": judge_linear(linear, linear_floor, problem)}
     chain_controls = [forward.max_abs] + ([linear.max_abs] if results["linear"].verdict == "pass" else [])
-    chain_fine = not beyond(judge(chain, rule.chain_floor(chain_controls, chain, dtype)))
+    chain_verdicts = judge(chain, rule.chain_floor(chain_controls, chain, dtype))
+    chain_fine = not any(measured[node] for node in beyond(chain_verdicts))
     trusted = [linear.max_abs] if results["linear"].verdict == "pass" else []
-    trusted += [chain.max_abs] if chain_fine else []
-    trusted = [_extended(control, measured) for control in trusted]
+    chain_errors = _extended(chain.max_abs, measured)
+    trusted += [chain_errors] if chain_fine else []
     floor = rule.floor(trusted, forked.ulp) if trusted else None
     results["tree_forked"] = judge_forked(forked, floor, contaminated(FORKED.plan(tree), engine.layers), problem)
     unforked_floor = rule.floor(trusted, unforked.ulp) if trusted else None
@@ -201,7 +204,7 @@ def _check_case(engine, prefix, case: Case, reference, forward: Differences, set
         results=results,
         leak=leak,
         acceptance=acceptance,
-        controls={"forward": forward.max_abs, "pad": linear.max_abs, "chain": chain.max_abs},
+        controls={"forward": forward.max_abs, "pad": linear.max_abs, "chain": chain_errors},
         library_unforked=float(np.max(library.max_abs)),
     )
 
@@ -253,7 +256,8 @@ def _marginals(engine, prefix, item: Item, settings: Settings, root: int) -> np.
     if not np.isfinite(rows).all():
         raise Unsupported(f"prompt {item.id}: the model's logits are not all finite; try another --dtype")
     digest = hashlib.blake2b(f"{settings.seed} {item.id}".encode(), digest_size=4).digest()
-    return self_marginals(np.stack(rows), settings.acceptance, int.from_bytes(digest, "big"))
+    share = settings.acceptance  # a drafter is taken to be as sure as it is right
+    return self_marginals(np.stack(rows), share, int.from_bytes(digest, "big"), sureness=share)
 
 
 def fits(item: Item, settings: Settings, vocab_size: int, max_length: int | None) -> None:
@@ -383,13 +387,15 @@ def _leakage(outcomes: Sequence[_Outcome]) -> dict:
     """The headline: what not forking did, over all cases."""
     dirty = sum(len(outcome.leak.contaminated) for outcome in outcomes)
     kl = [outcome.differences["tree_unforked"].kl[sorted(outcome.leak.contaminated)] for outcome in outcomes if dirty]
-    wrong = sum(len(outcome.acceptance["tree_unforked"]["wrong_accept"]) for outcome in outcomes)
+    walks = [outcome.acceptance["tree_unforked"] for outcome in outcomes]
     return {
         "nodes": sum(len(outcome.case.tree) for outcome in outcomes),
         "contaminated": dirty,
         "flipped": sum(outcome.results["tree_unforked"].count("flip") for outcome in outcomes),
         "median_kl": _number(np.median(np.concatenate(kl))) if dirty else 0.0,
-        "wrong_accept_per_round": wrong / len(outcomes),
+        "rounds": len(outcomes),
+        "rounds_changed": sum(bool(w["wrong_accept"] or w["wrong_reject"] or w["wrong_bonus"]) for w in walks),
+        "wrong_accept_per_round": sum(len(walk["wrong_accept"]) for walk in walks) / len(outcomes),
     }
 
 

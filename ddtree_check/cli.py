@@ -90,7 +90,7 @@ def compare(
         str | None, typer.Option(help="strict, a node at a time, or batched, a level at a time. Default: strict.")
     ] = None,
     controls: Annotated[
-        int | None, typer.Option(help="Paths that the noise controls run. Default: every path to a leaf.")
+        int | None, typer.Option(help="Paths that the chain control runs. Default: every path to a leaf.")
     ] = None,
     json: Annotated[str | None, typer.Option(help="Write the record to this file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.")] = False,

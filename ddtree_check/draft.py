@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from .files import json_lines
 from .tree import COMMITTED, DraftTree
 
 SHAPES = ("chain", "kary", "comb", "star", "random")
@@ -104,13 +104,17 @@ def ngram_marginals(
         return np.log(np.stack(rows)).astype(np.float32)
 
 
-def self_marginals(logits, acceptance: float, seed: int) -> np.ndarray:
+def self_marginals(logits, acceptance: float, seed: int, sureness: float | None = None) -> np.ndarray:
     """Log probabilities float32 [L, V] of a draft that knows the target and errs at a chosen rate.
 
-    logits [L, V], finite, read as float32: the target's own along its greedy continuation. Each depth, with probability
-    1 - acceptance, swaps the target's first choice (of equal logits the lower id) with its choice of a rank drawn from
-    2..8. The chosen token leads its row strictly, equals are lowered by one float32 step: the chance that the draft's
-    first choice is the target's is exactly `acceptance`. A higher acceptance under one seed only adds hits.
+    logits [L, V], finite, read as float32: the target's own along its greedy continuation. With a `sureness`, one
+    temperature for all depths makes the first choices' probabilities average it (kept within 0.05 ... 0.95), so that
+    flat and peaked targets give trees of alike shapes.
+
+    Each depth, with probability 1 - acceptance, swaps the target's first choice (of equal logits the lower id) with its
+    choice of a rank drawn from 2..8. The chosen token leads its row strictly, equals are lowered by one float32 step:
+    the chance that the draft's first choice is the target's is exactly `acceptance`. A higher acceptance under one seed
+    only adds hits.
 
     Raises ValueError for logits of another shape or not finite, fewer than 2 tokens, an acceptance outside [0, 1].
     """
@@ -125,6 +129,8 @@ def self_marginals(logits, acceptance: float, seed: int) -> np.ndarray:
     ranks = rng.integers(1, min(8, vocab), size=depths)
 
     shifted = table.astype(np.float64) - table.max(axis=1, keepdims=True)
+    if sureness is not None:
+        shifted *= _sharpness(shifted, min(max(sureness, 0.05), 0.95))
     rows = (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).astype(np.float32)
     for row, values, missed, rank in zip(rows, table, miss, ranks, strict=True):
         choices = [token for token, _ in _top(values, 8)]
@@ -137,6 +143,16 @@ def self_marginals(logits, acceptance: float, seed: int) -> np.ndarray:
         equal[leader] = False
         row[equal] = np.nextafter(row[leader], np.float32(-np.inf))
     return rows
+
+
+def _sharpness(shifted: np.ndarray, sureness: float) -> float:
+    """The factor (1 / temperature) at which the first choices of `shifted`, rows with maximum 0, average `sureness`."""
+    low, high = -8.0, 8.0  # decimal exponents; ties at the top or two-token rows may leave `sureness` out of reach
+    for _ in range(50):
+        middle = (low + high) / 2
+        average = np.mean(1 / np.exp(shifted * 10**middle).sum(axis=1))
+        low, high = (middle, high) if average < sureness else (low, middle)
+    return 10**high
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -295,35 +311,6 @@ def recorded_tree(draft: DraftTree | Marginals, vocab: int, budget: int, root: i
 
 
 # --- shared checks ----------------------------------------------------------------------------------------------------
-
-
-def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file (a byte order mark is dropped). Raises ValueError naming the file and the cause."""
-    try:
-        return Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is not UTF-8, expected a UTF-8 text file") from None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}, expected a readable file") from None
-
-
-def parse_json(text: str, where: str) -> object:
-    """The value of a JSON text. Raises ValueError beginning with `where`."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: {error.msg} at character {error.pos}, expected JSON") from None
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or lists within lists within ...
-        raise ValueError(f"{where}: {str(error).splitlines()[0]}, expected JSON") from None
-
-
-def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
-    """(line number, value) of each line that is not blank. Raises ValueError naming the line, or when there is none."""
-    lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
-    if not lines:
-        raise ValueError(f"{path}: empty, expected one JSON value a line")
-    for number, line in lines:
-        yield number, parse_json(line, f"{path}:{number}")
 
 
 def token_ids(what: str, values: Iterable, vocab: int | None = None) -> tuple[int, ...]:

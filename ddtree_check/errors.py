@@ -1,5 +1,8 @@
 """The two ways a run can end without a verdict."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UsageError(Exception):
     """Bad input or a missing piece of the environment: one line (what, got, expected, next step), exit code 3."""
@@ -7,3 +10,12 @@ class UsageError(Exception):
 
 class Unsupported(Exception):
     """The engine or the model cannot be checked this way; the reason names the layer. Never shown as a pass."""
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Readers and writers of files say what is wrong with them (ValueError); here it is known to be the caller's."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None

@@ -7,6 +7,7 @@ job is run, so that a prompt file or an option can be refused at once.
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from pathlib import Path
 
 from .case import Prompt, load_prompts, load_tree
 from .draft import load_recorded
-from .errors import UsageError
-from .resources import fixtures_dir
+from .errors import UsageError, usage_errors
+from .resources import EMBEDDED, fixtures_dir
 
 BUDGET = "16,64"
 HUMANEVAL = "humaneval"
@@ -75,7 +76,7 @@ def select_prompts(job: Job) -> list[tuple[int, Prompt]]:
     """The prompts of a job, each with its place in the file. Needs no model. Raises UsageError."""
     folder = fixtures_dir() / "prompts"
     path = {None: folder / "code.jsonl", HUMANEVAL: folder / "humaneval.jsonl"}.get(job.prompts, job.prompts)
-    with _usage_errors():
+    with usage_errors():
         prompts = list(enumerate(load_prompts(path)))
     if job.limit is not None and job.limit < 1:
         raise UsageError(f"limit: got {job.limit}, expected a number of at least 1")
@@ -100,9 +101,11 @@ def run(job: Job, progress: Callable[[int, int, str], None] | None = None) -> di
     Raises UsageError for bad input, found before the weights are read wherever that is possible, and Unsupported.
     """
     prompts = select_prompts(job)
-    with _usage_errors():
+    with usage_errors():
         tree = load_tree(job.tree) if job.tree else None
     drafts = _drafts(job, prompts)
+    # Threads that spin while they wait make a small model on shared cores many times slower. Read when torch starts.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with _quiet_libraries():
         return _run(job, prompts, tree, drafts, progress or (lambda *_: None))
 
@@ -114,7 +117,7 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
     path = job.draft.removeprefix(RECORDED)
     if job.tree:
         raise UsageError(f"draft: got {job.draft} and the tree {job.tree}, expected one of them")
-    with _usage_errors():
+    with usage_errors():
         drafts = load_recorded(path)
     last = prompts[-1][0]
     if last >= len(drafts):
@@ -132,7 +135,7 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     draft = {"draft": job.draft.partition(":")[0]} if job.draft else {}
     settings = Settings(**job.settings, **draft)
     loading.parse_dtype(job.dtype, None)
-    progress(0, len(prompts), f"looking for {job.model or loading.EMBEDDED}")
+    progress(0, len(prompts), f"looking for {job.model or EMBEDDED}")
     source = loading.resolve(job.model)
     config = loading.load_config(job.model, source, job.weights).get_text_config(decoder=True)
     tokenizer, origin = _tokenizer(job, source, any(prompt.text is not None for _, prompt in prompts))
@@ -186,15 +189,6 @@ def _texts(record: dict, tokenizer) -> dict[str, str]:
             ids.add(node["token"])
             ids.update(value["argmax"] for value in node.values() if isinstance(value, dict) and "argmax" in value)
     return {str(token): tokenizer.decode([token]) for token in sorted(ids) if token < len(tokenizer)}
-
-
-@contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
-    """The loaders say what is wrong with a file; here it is known to be the caller's."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 @contextlib.contextmanager

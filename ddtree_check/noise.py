@@ -63,7 +63,8 @@ def chain_run(engine, prefix, tree: DraftTree, reference: torch.Tensor, *, forke
     """Every root-to-leaf path as a chain as wide as the tree, against `reference` [n, vocabulary].
 
     forked False: the engine's own multi-token pass (mode `linear`, control E_pad); True: its tree path (E_chain).
-    Returns (Differences of all nodes, measured bool [n]).
+    limit: run so many paths only. Returns (Differences [n], measured bool [n]); a node that was not measured holds
+    another node's figures.
     """
     paths = leaf_paths(tree, limit)
     parts = []

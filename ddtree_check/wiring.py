@@ -114,17 +114,24 @@ class Plan:
                     )
 
     def windows(self, width: int) -> np.ndarray:
-        """int [n, width]: the rows under a causal convolution at each node, oldest first, the node itself last.
+        """int [n, width], read-only: the rows under a causal convolution at each node, oldest first, the node last.
 
         -m is the m-th last committed input (-1 the last); BLANK is zeros.
         """
-        found = np.empty((len(self.conv), width), dtype=np.int64)
-        for node in range(len(self.conv)):
-            row = node
-            for slot in range(width - 1, -1, -1):
-                found[node, slot] = row
-                row = self.conv[row] if row >= 0 else (row - 1 if row != BLANK else BLANK)
-        return found
+        if width not in self._windows:
+            found = np.empty((len(self.conv), width), dtype=np.int64)
+            for node in range(len(self.conv)):
+                row = node
+                for slot in range(width - 1, -1, -1):
+                    found[node, slot] = row
+                    row = self.conv[row] if row >= 0 else (row - 1 if row != BLANK else BLANK)
+            found.setflags(write=False)
+            self._windows[width] = found
+        return self._windows[width]
+
+    @cached_property
+    def _windows(self) -> dict[int, np.ndarray]:
+        return {}
 
     @cached_property
     def skip_rows(self) -> frozenset[int]:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddtree_check import case as case_module
 from ddtree_check.case import Case, Prompt, check_vocab, load_cases, load_prompts, load_tree, save_cases
 from ddtree_check.tree import DraftTree
 
@@ -119,7 +118,7 @@ def test_save_replaces_the_whole_file_or_nothing(tmp_path, monkeypatch):
         assert len(os.listdir(tmp_path)) == 2 and path.read_bytes() == before  # written beside, not over
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(case_module.os, "fsync", killed)
+    monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         save_cases(path, [Case("new", (1,), NAMED, {})])
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["cases.jsonl"]
@@ -133,7 +132,7 @@ def test_save_replaces_the_whole_file_or_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["nowhere/cases.jsonl", "a-file/cases.jsonl"])
 def test_save_names_a_place_it_cannot_write_to(tmp_path, name):
     write(tmp_path / "a-file", "")
-    with pytest.raises(ValueError, match=rf"{name}: .* directory, expected a file that can be written"):
+    with pytest.raises(ValueError, match=rf"{name} cannot be written"):
         save_cases(tmp_path / name, [CASE])
 
 

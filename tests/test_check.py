@@ -295,3 +295,15 @@ def test_progress_is_told():
     seen = []
     check(engine("qwen3_5_text"), ITEMS, replace(SETTINGS, budgets=(4,)), progress=lambda *step: seen.append(step))
     assert seen == [(0, 2, "p0"), (1, 2, "p1"), (2, 2, "done")]
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_sample_of_controls_judges_every_node(limit):
+    settings = replace(SETTINGS, controls=limit, budgets=(24,))
+    record, whole = (check(engine("qwen3_5_text"), ITEMS[:1], s) for s in (settings, replace(settings, controls=None)))
+    assert record["exit_code"] == 0
+    for few, all_of_them in zip(record["cases"][0]["nodes"], whole["cases"][0]["nodes"], strict=True):
+        assert few["linear"] == all_of_them["linear"]  # a mode is never sampled
+        assert few["controls"]["chain"] >= all_of_them["controls"]["chain"] or few["controls"]["chain"] > 0
+    fault = Faulty(engine("qwen3_5_text"), forked=UNFORKED)
+    assert check(fault, ITEMS[:1], settings)["exit_code"] == 1

@@ -16,7 +16,6 @@ from ddtree_check.draft import (
     SHAPES,
     Marginals,
     best_first,
-    json_lines,
     load_recorded,
     ngram_marginals,
     recorded_tree,
@@ -507,7 +506,12 @@ def test_a_missing_file_is_named(tmp_path):
         load_recorded(tmp_path / "nowhere")
 
 
-def test_lines_end_at_newlines_only(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_bytes('\ufeff{"a": "x\u2028y"}\r\n\n[1]'.encode())
-    assert list(json_lines(path)) == [(1, {"a": "x\u2028y"}), (3, [1])]
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0], ids=["flat", "plain", "peaked"])
+@pytest.mark.parametrize("sureness", [0.3, 0.7, 0.9])
+def test_a_sure_draft_is_as_sure_as_asked_whatever_its_target(scale, sureness):
+    logits = LOGITS[:15] * scale
+    found = self_marginals(logits, 1.0, seed=1, sureness=sureness)
+    assert np.exp(found.max(1)).mean() == pytest.approx(sureness, abs=1e-3)
+    assert np.array_equal(found.argmax(1), logits.argmax(1))
+    # The twin: left as it is, the draft is as sure as its target happens to be.
+    assert abs(np.exp(self_marginals(logits, 1.0, seed=1).max(1)).mean() - sureness) > 0.01

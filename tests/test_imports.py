@@ -18,6 +18,7 @@ PACKAGE = REPO / "ddtree_check"
 ORDER = (  # each may import what stands before it; a row is a set of siblings that may not import each other
     ("errors",),
     ("tree",),
+    ("files",),
     ("resources",),
     ("draft",),
     ("formats",),

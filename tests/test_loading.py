@@ -163,7 +163,11 @@ def test_random_weights_at_the_alias_shape_need_no_network(monkeypatch, tmp_path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     config = loading.load_config("qwen3.6-27b", loading.resolve("qwen3.6-27b"), "random")
-    assert (config.num_hidden_layers, config.layer_types.count("linear_attention"), config.vocab_size) == (64, 48, 248320)
+    assert (config.num_hidden_layers, config.layer_types.count("linear_attention"), config.vocab_size) == (
+        64,
+        48,
+        248320,
+    )
     assert 26.5e9 < loading.count_parameters(config) < 28e9
     with pytest.raises(UsageError, match=r"memory: qwen3.6-27b needs 10\d\.\d GiB in float32"):
         loading.load_model("qwen3.6-27b", weights="random", dtype="float32", device="cpu")

@@ -119,6 +119,8 @@ def hand_record(*names: str) -> dict:
             "flipped": 2 * len(cases),
             "median_kl": 0.65,
             "wrong_accept_per_round": 1.0,
+            "rounds": 1,
+            "rounds_changed": 1,
         },
         "coverage": {
             "cases": len(cases),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
 
-from ..draft import parse_json, read_text
-from ..errors import UsageError
+from .. import files
+from ..errors import usage_errors
+from ..files import parse_json, read_text, write_text
 
 READABLE = ("ddtree-check/1",)
 NEEDED = {  # keys that the views rely on
@@ -29,43 +28,20 @@ NEEDED = {  # keys that the views rely on
 
 
 def write_record(path: str | Path, record: dict) -> None:
-    """Writes the record as JSON. A run killed meanwhile leaves the old file or the new one, never a part.
-
-    Raises UsageError if the file cannot be written.
-    """
-    text = json.dumps(record, allow_nan=False) + "\n"
-    with _part_of(path) as (target, part), part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-        part.replace(target)
+    """Writes the record as JSON, whole or not at all. Raises UsageError if the file cannot be written."""
+    with usage_errors():
+        write_text(path, json.dumps(record, allow_nan=False) + "\n")
 
 
 def check_writable(path: str | Path) -> None:
     """Raises UsageError, before a long run, if `write_record` could not write there."""
-    with _part_of(path) as (_, part):
-        part.touch()
-
-
-@contextlib.contextmanager
-def _part_of(path: str | Path):
-    """The file meant (a link is followed) and a file beside it to write first, gone at the end."""
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        raise UsageError(f"output: {path} is not a regular file, expected the name of a file to write")
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        yield target, part
-    except OSError as error:
-        raise UsageError(f"output: {path} cannot be written ({error.strerror}), expected a file in a folder") from None
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+    with usage_errors():
+        files.check_writable(path)
 
 
 def load_record(path: str | Path) -> dict:
     """Reads a record. Raises UsageError naming the file and what is missing from it."""
-    try:
+    with usage_errors():
         record = parse_json(read_text(path), str(path))
         if not isinstance(record, dict) or record.get("schema") not in READABLE:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
@@ -75,8 +51,6 @@ def load_record(path: str | Path) -> dict:
             _needs(case, "case", f"{path}: cases[{index}]")
             for place, node in enumerate(case["nodes"]):
                 _needs(node, "node", f"{path}: case {case['id']}: nodes[{place}]")
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     return record
 
 

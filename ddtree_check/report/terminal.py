@@ -249,7 +249,8 @@ def remarks(record: dict) -> str:
         f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}.",
         f"Leakage: if the states were not forked, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
         f"tokens and {leak['flipped']} would choose another token (median KL {number(leak['median_kl'])} nats); "
-        f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly.",
+        f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly, and "
+        f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens.",
     ]
     lines += [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
     if record.get("command"):
