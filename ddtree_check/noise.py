@@ -48,32 +48,43 @@ def padded_chain(tree: DraftTree, path: Sequence[int], rows: int) -> DraftTree:
     return DraftTree.chain(tokens + tokens[-1:] * (rows - len(tokens)))
 
 
-def spread(paths: Sequence[Path], parts: Sequence[Differences], nodes: int) -> tuple[Differences, np.ndarray]:
-    """Parts (one a path, its owned nodes) back in node order, and which nodes were measured, bool [nodes]."""
+def spread(paths: Sequence[Path], parts: Sequence[Differences], nodes: int):
+    """Parts (one a path, its owned nodes) back in node order, which nodes were measured, bool [nodes], and where in the
+    parts each node stands, int [nodes]."""
     order = [path.nodes[place] for path in paths for place in path.owned]
     joined = join(parts)
     where = np.zeros(nodes, dtype=int)
     where[order] = np.arange(len(order))
     measured = np.zeros(nodes, dtype=bool)
     measured[order] = True
-    return joined[where], measured
+    return joined[where], measured, where
 
 
-def chain_run(engine, prefix, tree: DraftTree, reference: torch.Tensor, *, forked: bool, limit: int | None = None):
+def chain_run(
+    engine, prefix, tree: DraftTree, reference: torch.Tensor, *, forked: bool, limit: int | None = None, exact=None
+) -> tuple[Differences, np.ndarray, np.ndarray | None]:
     """Every root-to-leaf path as a chain as wide as the tree, against `reference` [n, vocabulary].
 
     forked False: the engine's own multi-token pass (mode `linear`, control E_pad); True: its tree path (E_chain).
-    limit: run so many paths only. Returns (Differences [n], measured bool [n]); a node that was not measured holds
+    limit: run so many paths only. exact: an oracle's logits [n, vocabulary].
+    Returns (Differences [n], measured bool [n], absolute errors [n] or None); a node that was not measured holds
     another node's figures.
     """
     paths = leaf_paths(tree, limit)
-    parts = []
+    parts, errors = [], []
     for path in paths:
         chain = padded_chain(tree, path.nodes, len(tree))
-        logits = engine.verify(prefix, chain, FORKED if forked else None).logits
-        owned = list(path.owned)
-        parts.append(measure(reference[[path.nodes[place] for place in owned]], logits[owned]))
-    return spread(paths, parts, len(tree))
+        logits = engine.verify(prefix, chain, FORKED if forked else None).logits[list(path.owned)]
+        nodes = [path.nodes[place] for place in path.owned]
+        parts.append(measure(reference[nodes], logits))
+        errors.append(absolute(None if exact is None else exact[nodes], logits))
+    found, measured, where = spread(paths, parts, len(tree))
+    return found, measured, None if exact is None else np.concatenate(errors)[where]
+
+
+def absolute(exact: torch.Tensor | None, logits: torch.Tensor) -> np.ndarray | None:
+    """Largest centred |difference| [n] of logits to an oracle's, which may be wider; None without an oracle."""
+    return None if exact is None else measure(exact, logits.to(exact)).max_abs
 
 
 def forward_run(engine, prompt: Sequence[int], tree: DraftTree, reference: torch.Tensor) -> Differences:
@@ -94,7 +105,7 @@ def forward_run(engine, prompt: Sequence[int], tree: DraftTree, reference: torch
 
 
 def repeat_run(engine, prefix, tree: DraftTree, reference: torch.Tensor, *, batched: bool = False) -> Differences:
-    """Autoregressive decoding once more, which must give the same: the path to the deepest node, or all if `batched`."""
+    """Decoding once more, which must give the same: the path to the deepest node, or all nodes if `batched`."""
     if batched:
         return measure(reference, engine.decode(prefix, tree, batched=True))
     return strict_run(engine, prefix, tree, reference)

@@ -10,6 +10,7 @@ import torch
 from ddtree_check.check import Item, Settings, check
 from ddtree_check.draft import Marginals
 from ddtree_check.errors import UsageError
+from ddtree_check.known import KnownFailure
 from ddtree_check.tree import DraftTree
 from ddtree_check.wiring import BLANK, UNFORKED, Wiring
 from tests.faults import Faulty
@@ -43,10 +44,10 @@ def test_the_record_has_the_promised_keys_and_is_plain_json(record):
         assert {"id", "prompt_tokens", "tree", "nodes", "modes", "acceptance", "commit"} <= case.keys()
         assert {"tokens", "parents", "source"} <= case["tree"].keys()
         for node in case["nodes"]:
-            assert NODE_KEYS <= node.keys() and {"argmax", "margin"} <= node["ar"].keys()
-            assert all(MODE_NODE_KEYS <= node[mode].keys() for mode in case["modes"])
-        assert all(MODE_KEYS <= mode.keys() for mode in case["modes"].values())
-        assert all(ACCEPTANCE_KEYS <= found.keys() for found in case["acceptance"].values())
+            assert node.keys() >= NODE_KEYS and {"argmax", "margin"} <= node["ar"].keys()
+            assert all(node[mode].keys() >= MODE_NODE_KEYS for mode in case["modes"])
+        assert all(mode.keys() >= MODE_KEYS for mode in case["modes"].values())
+        assert all(found.keys() >= ACCEPTANCE_KEYS for found in case["acceptance"].values())
     assert {"contaminated", "flipped", "median_kl", "wrong_accept_per_round"} <= record["leakage"].keys()
 
 
@@ -188,7 +189,7 @@ def test_nan_logits_are_never_within_noise():
         return verified
 
     host.verify = verify
-    record = check(host, ITEMS[:1], SETTINGS)
+    record = check(host, [Item("p", prompt(12), tree=tree("random", 16))], SETTINGS)
     assert record["exit_code"] == 1
     worst = record["cases"][0]["nodes"][-1]["tree_forked"]
     assert worst["max_abs"] is None and worst["verdict"] in ("leak", "flip")
@@ -307,3 +308,43 @@ def test_a_sample_of_controls_judges_every_node(limit):
         assert few["controls"]["chain"] >= all_of_them["controls"]["chain"] or few["controls"]["chain"] > 0
     fault = Faulty(engine("qwen3_5_text"), forked=UNFORKED)
     assert check(fault, ITEMS[:1], settings)["exit_code"] == 1
+
+
+@pytest.mark.parametrize("wiring", ["state=flat", "conv=flat", "mask=flat", "positions=flat"])
+def test_one_channel_can_be_the_control(wiring):
+    settings = replace(SETTINGS, wiring=wiring)
+    record = check(engine("qwen3_5_text"), [Item("p", prompt(12), tree=tree("random", 16))], settings)
+    assert record["exit_code"] == 0 and record["verdict"]["modes"]["tree_unforked"] == "fail"
+    assert record["settings"]["wiring"] == wiring and record["floor"]["library_unforked"] is None
+    with pytest.raises(UsageError, match="state='sideways'"):
+        replace(SETTINGS, wiring="state=sideways")
+
+
+def test_an_oracle_gives_every_mode_an_error_and_finds_the_outlier():
+    from tests.models import make_engine
+
+    host = engine("qwen3_5_text")
+    exact = make_engine("qwen3_5_text", "float64", "own")
+    exact.model.load_state_dict({key: value.double() for key, value in host.model.state_dict().items()})
+    record = check(host, ITEMS[:1], SETTINGS, oracle=exact)
+    assert record["exit_code"] == 0 and not record["oracle"]["ar_is_the_outlier"]
+    assert all(0 < record["oracle"][mode]["max_abs"] < 1e-3 for mode in ("ar", "linear", "tree_forked"))
+    assert record["oracle"]["tree_unforked"]["max_abs"] > 0.1
+    assert record["cases"][0]["nodes"][3]["oracle"].keys() == {"ar", "linear", "tree_forked", "tree_unforked"}
+    # The twin: decoding bent by ten times its own error, while passes over many rows stay right.
+    bent = Faulty(host, decode=lambda logits, _: logits + 2e-4 * torch.linspace(-1, 1, logits.shape[-1]))
+    assert check(bent, ITEMS[:1], SETTINGS, oracle=exact)["oracle"]["ar_is_the_outlier"]
+
+
+def test_known_failures_are_named_and_do_not_turn_the_exit_code(monkeypatch):
+    entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
+    monkeypatch.setattr("ddtree_check.check.load_known", lambda: (entry,))
+    host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]))
+    host.describe = lambda: engine("qwen3_5_text").describe() | {"model_type": "qwen3_5_text"}
+    record = check(host, ITEMS[:1], SETTINGS)
+    assert record["verdict"]["modes"] == {"linear": "known_failure", "tree_forked": "pass", "tree_unforked": "fail"}
+    assert record["exit_code"] == 0 and "bent: bends" in record["cases"][0]["modes"]["linear"]["reason"]
+    healed = Faulty(engine("qwen3_5_text"))
+    healed.describe = host.describe
+    record = check(healed, ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 1 and any("no longer fails" in reason for reason in record["verdict"]["reasons"])

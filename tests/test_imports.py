@@ -31,6 +31,8 @@ ORDER = (  # each may import what stands before it; a row is a set of siblings t
     ("compare",),
     ("noise",),
     ("verdict",),
+    ("known",),
+    ("outcome",),
     ("check",),
     ("job",),
     ("report",),

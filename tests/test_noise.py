@@ -40,7 +40,7 @@ def test_chain_controls_are_noise_and_wide_as_the_tree(forked):
     host = engine("qwen3_5_text")
     prefix = host.prefill(prompt(9))
     reference = host.decode(prefix, CASE)
-    found, measured = chain_run(host, prefix, CASE, reference, forked=forked)
+    found, measured, _ = chain_run(host, prefix, CASE, reference, forked=forked)
     assert measured.all() and (found.max_abs < 1e-3).all()
     # The twin: against the reference of another tree the same run is far off.
     other = host.decode(prefix, DraftTree((5, 18, 24, 102, 45, 151), CASE.parents))
@@ -50,7 +50,7 @@ def test_chain_controls_are_noise_and_wide_as_the_tree(forked):
 def test_sampled_controls_say_which_nodes_they_measured():
     host = engine("qwen3_5_text")
     case, prefix = tree("random", 40), host.prefill(prompt(9))
-    found, measured = chain_run(host, prefix, case, host.decode(prefix, case), forked=True, limit=2)
+    found, measured, _ = chain_run(host, prefix, case, host.decode(prefix, case), forked=True, limit=2)
     paths = leaf_paths(case, limit=2)
     assert set(np.flatnonzero(measured)) == {node for path in paths for node in path.nodes}
     assert (found.max_abs[measured] < 1e-3).all()

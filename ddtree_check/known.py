@@ -1,0 +1,71 @@
+"""Faults of libraries that are known: shown with their cause, not red; red again as soon as they stop failing."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from .resources import fixtures_dir
+from .verdict import MODES, ModeResult
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """One entry of `fixtures/known_failures.toml`; the file's head says what its fields mean."""
+
+    id: str
+    library: str
+    versions: str
+    families: tuple[str, ...]
+    check: str
+    mode: str
+    cause: str
+    see: str
+    measured: str
+
+    def __post_init__(self):
+        if self.mode and self.mode not in MODES:
+            raise ValueError(f"known failure {self.id}: mode {self.mode!r}, expected '' or one of {', '.join(MODES)}")
+        try:
+            SpecifierSet(self.versions)
+        except InvalidSpecifier:
+            raise ValueError(
+                f"known failure {self.id}: versions {self.versions!r}, expected such as '==5.19.*'"
+            ) from None
+
+    def covers(self, model_type: str, versions: dict) -> bool:
+        """True for this family under the library version that `versions` (by library name) holds."""
+        version = versions.get(self.library)
+        return model_type in self.families and version is not None and version in SpecifierSet(self.versions)
+
+
+def load_known(path: Path | None = None) -> tuple[KnownFailure, ...]:
+    """All entries. Raises ValueError naming the entry and what is wrong with it."""
+    path = path or fixtures_dir() / "known_failures.toml"
+    names = {field.name for field in fields(KnownFailure)}
+    found = []
+    for number, entry in enumerate(tomllib.loads(path.read_text(encoding="utf-8")).get("failure", ()), start=1):
+        if entry.keys() != names:
+            raise ValueError(f"{path}: entry {number} has {', '.join(entry)}; expected {', '.join(sorted(names))}")
+        found.append(KnownFailure(**entry | {"families": tuple(entry["families"])}))
+    return tuple(found)
+
+
+def excuse(cases: Sequence[dict[str, ModeResult]], known: Sequence[KnownFailure]) -> list[dict[str, ModeResult]]:
+    """The cases' results with known failures named; one that no longer fails anywhere becomes the failure."""
+    cases = [dict(case) for case in cases]
+    for entry in known:
+        judged = [case for case in cases if entry.mode in case and case[entry.mode].verdict in ("pass", "fail")]
+        fails = [case for case in judged if case[entry.mode].verdict == "fail"]
+        for case in fails or judged:
+            result = case[entry.mode]
+            if fails:
+                case[entry.mode] = ModeResult("known_failure", result.verdicts, f"{entry.id}: {entry.cause}")
+            else:
+                reason = f"known failure {entry.id} no longer fails; take it out of known_failures.toml"
+                case[entry.mode] = ModeResult("fail", result.verdicts, reason)
+    return cases
