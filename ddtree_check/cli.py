@@ -18,7 +18,7 @@ from .errors import Unsupported, UsageError
 from .job import BUDGET, Job, run, whole_numbers
 from .report.drawing import draw_tree
 from .report.record import check_writable, load_record, write_record
-from .report.terminal import Table, find_case, render, render_case, render_node, titled, wrap
+from .report.terminal import Table, find_case, layout, render, render_case, render_node, titled, wrap
 from .report.text import plain
 
 INCONCLUSIVE, USAGE, INTERRUPTED = 2, 3, 130
@@ -92,12 +92,27 @@ def compare(
     controls: Annotated[
         int | None, typer.Option(help="Paths that the chain control runs. Default: every path to a leaf.")
     ] = None,
+    wiring: Annotated[
+        str | None,
+        typer.Option(help="What the unforked control reads wrong, such as conv=flat. Default: states and windows."),
+    ] = None,
+    oracle: Annotated[
+        bool, typer.Option("--oracle", help="Run the model in float64 too, and give every mode an error.")
+    ] = False,
     json: Annotated[str | None, typer.Option(help="Write the record to this file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.")] = False,
 ):
     """Run identical prompts through ar, linear, tree_forked and tree_unforked on the same draft trees, compare logits
     and argmax at every node, and tell leak from noise."""
-    chosen = {"acceptance": acceptance, "length": length, "order": order, "seed": seed, "ar": ar, "controls": controls}
+    chosen = {
+        "acceptance": acceptance,
+        "length": length,
+        "order": order,
+        "seed": seed,
+        "ar": ar,
+        "controls": controls,
+        "wiring": wiring,
+    }
     settings: dict[str, object] = {"budgets": whole_numbers("budget", budget)}
     settings |= {name: value for name, value in chosen.items() if value is not None}
     if require is not None:
@@ -113,6 +128,7 @@ def compare(
         only=tuple(only or ()),
         tree=tree,
         draft=draft,
+        oracle=oracle,
         settings=settings,
     )
     if json is not None:
@@ -168,10 +184,15 @@ def tree(
 
 
 @app.command(short_help="List model names and the supported families.")
-def models():
+def models(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The families alone, as a Markdown table.")] = False,
+):
     """List the short names of models, and the families whose checkpoints can be checked."""
     from .families import UNSUPPORTED
 
+    if markdown:
+        _print(layout(list(_model_tables())[1], None, "github"))
+        return 0
     refused = [wrap(f"Not supported: {name}: {why}.", _width()) for name, why in UNSUPPORTED.items()]
     _print("\n\n".join([titled(table, _width()) for table in _model_tables()] + refused))
     return 0

@@ -33,6 +33,7 @@ class Job:
     limit      run the first so many prompts;  only  run the prompts with these ids
     tree       a file with the one tree to run behind every prompt, in place of drafted ones
     draft      self, ngram or recorded:FILE, whose n-th draft belongs to the n-th prompt of the prompt file
+    oracle     run the model in float64 as well
     settings   the keyword arguments of check.Settings that were chosen, but for its draft
     """
 
@@ -46,6 +47,7 @@ class Job:
     only: tuple[str, ...] = ()
     tree: str | None = None
     draft: str | None = None
+    oracle: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def command(self) -> str:
@@ -55,6 +57,9 @@ class Job:
         prompts = chosen.pop("only", ())
         settings = chosen.pop("settings", {})
         for name, value in (chosen | {FLAGS.get(name, name): value for name, value in settings.items()}).items():
+            if value is True:
+                words.append(f"--{name}")
+                continue
             words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         for prompt in prompts:
             words += ["--only", prompt]
@@ -154,7 +159,8 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
         progress=lambda text: progress(0, len(items), text),
     )
     model = {**getattr(engine, "provenance", {}), "tokenizer": origin}
-    record = check(engine, items, settings, model=model, progress=progress)
+    oracle = engine.exact() if job.oracle else None
+    record = check(engine, items, settings, oracle=oracle, model=model, progress=progress)
     return record | {"command": job.command(), "tokens": _texts(record, tokenizer)}
 
 

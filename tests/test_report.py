@@ -51,7 +51,7 @@ def test_nothing_but_a_file_is_replaced(tmp_path):
 
 
 def test_the_reader_knows_the_schema_that_is_written():
-    from ddtree_check.check import SCHEMA
+    from ddtree_check.outcome import SCHEMA
 
     assert SCHEMA in record.READABLE
 

@@ -239,19 +239,29 @@ def remarks(record: dict) -> str:
     floor, seen, leak = record["floor"], record["coverage"], record["leakage"]
     controls = ", ".join(f"{name} {number(value)}" for name, value in floor["controls"].items())
     layers = ", ".join(f"{count} {kind}" for kind, count in seen["layers"].items())
+    library = floor.get("library_unforked")
+    if library is not None:
+        controls += f"; the library's own unforked pass is {number(library)} from ours"
+    wiring = record["settings"].get("wiring")
+    without = f"wired {plain(wiring)}" if wiring else "not forked"
     lines = [
-        f"Noise: largest control |Δ|: {controls}; the library's own unforked pass is "
-        f"{number(floor['library_unforked'])} from ours. Beyond noise: {floor['rule']}, factor {floor['factor']:g}, "
+        f"Noise: largest control |Δ|: {controls}. Beyond noise: {floor['rule']}, factor {floor['factor']:g}, "
         f"ulps {floor['ulps']:g}, node by node.",
         f"Coverage: {seen['cases']} cases, {seen['nodes']} nodes, {seen['branch_nodes']} branch nodes, "
         f"{seen['contaminated']} contaminated; {seen['near_moved']} of {seen['near']} near a skip edge moved; rounds "
         f"with two or more accepted {seen['accepted_two_or_more']}, off the first branch "
         f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}.",
-        f"Leakage: if the states were not forked, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
+        f"Leakage: if the states were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
         f"tokens and {leak['flipped']} would choose another token (median KL {number(leak['median_kl'])} nats); "
         f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly, and "
         f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens.",
     ]
+    if oracle := record.get("oracle"):
+        errors = ", ".join(
+            f"{mode} {number(oracle[mode]['median_abs'])}" for mode in ("ar", *record["verdict"]["modes"])
+        )
+        outlier = "; ar is the outlier" if oracle["ar_is_the_outlier"] else ""
+        lines.append(f"Against float64, median |Δ|: {errors}{outlier}.")
     lines += [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
     if record.get("command"):
         lines.append(f"Again: {plain(record['command'])}")
