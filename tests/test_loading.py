@@ -1,4 +1,4 @@
-"""Names, paths and hub ids: real checkpoints in the forms in which they are published, and what is wrong with bad ones."""
+"""Names, paths and hub ids: checkpoints in the forms in which they are published, and what is wrong with bad ones."""
 
 import json
 import shutil
@@ -11,17 +11,18 @@ from transformers import AutoConfig, Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5F
 from ddtree_check.engines import loading
 from ddtree_check.errors import UsageError
 from ddtree_check.families import ALIASES
+from ddtree_check.tiny import SHAPES
 from ddtree_check.wiring import FORKED
-from tests.models import CONFIGS, off, prompt, tree
+from tests.models import off, prompt, tree
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(scope="module")
 def multimodal(tmp_path_factory):
-    """A tiny Qwen3.5 checkpoint as it is published: with a vision tower, in shards, with multi-token-prediction keys."""
+    """A tiny Qwen3.5 checkpoint as it is published: a vision tower, shards, multi-token-prediction keys."""
     folder = tmp_path_factory.mktemp("multimodal")
-    text = {key: value for key, value in CONFIGS["qwen3_5_text"].items()}
+    text = {key: value for key, value in SHAPES["qwen3_5_text"].items()}
     text["rope_parameters"] = {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
@@ -169,12 +170,12 @@ def test_random_weights_at_the_alias_shape_need_no_network(monkeypatch, tmp_path
         248320,
     )
     assert 26.5e9 < loading.count_parameters(config) < 28e9
-    with pytest.raises(UsageError, match=r"memory: qwen3.6-27b needs 10\d\.\d GiB in float32"):
+    with pytest.raises(UsageError, match=r"memory: qwen3.6-27b in float32 needs 10\d\.\d GiB"):
         loading.load_model("qwen3.6-27b", weights="random", dtype="float32", device="cpu")
 
 
 def test_random_models_depend_on_the_seed_and_on_nothing_else():
-    config = AutoConfig.for_model("qwen3_5_text", **CONFIGS["qwen3_5_text"])
+    config = AutoConfig.for_model("qwen3_5_text", **SHAPES["qwen3_5_text"])
 
     def build(seed):
         return loading.build_random(config, dtype=torch.float32, device=torch.device("cpu"), seed=seed).state_dict()

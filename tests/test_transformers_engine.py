@@ -13,10 +13,8 @@ from ddtree_check.errors import Unsupported, UsageError
 from ddtree_check.mixers import causal_conv
 from ddtree_check.tree import DraftTree
 from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Attention, State, Wiring, contaminated
-from tests.models import CONFIGS, engine, make_engine, off, prompt, tree
+from tests.models import DELTA, PLAIN, engine, make_engine, off, prompt, tree
 
-DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
-PLAIN = ("llama", "qwen3")
 LENGTHS = (1, 3, 37, 300)
 TREES = [("random", 16, "heap"), ("random", 64, "heap"), ("kary", 64, "breadth"), ("comb", 16, "depth")]
 
@@ -25,7 +23,7 @@ def std(logits):
     return logits.double().std(-1)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [*DELTA, *PLAIN])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_forked_equals_decoding_in_float32(family, length):
     """One forked pass against one-token steps: at most 1e-4 of a row's std off, and the same argmax at every node."""
@@ -203,7 +201,8 @@ def test_swapped_functions_are_put_back_even_after_an_error():
     originals = {name: getattr(host._module, name) for name in host.family.calls}
     hooks = [len(layer._forward_pre_hooks) for layer in host._decoder.layers]
     prefix = host.prefill(prompt(4))
-    with pytest.raises(RuntimeError, match="stop here"), host._swapped(FORKED.plan(tree("random", 4)), None):
+    swapped = host._swapped(FORKED.plan(tree("random", 4)), None, host.family.calls)
+    with pytest.raises(RuntimeError, match="stop here"), swapped:
         assert host._module.causal_conv1d_fn is not originals["causal_conv1d_fn"]
         raise RuntimeError("stop here")
     host.verify(prefix, tree("random", 4), FORKED)
@@ -268,6 +267,21 @@ def test_unknown_families_and_settings_are_refused():
     host.model.config.model_type = "gpt_neox"
     with pytest.raises(Unsupported, match="'gpt_neox' has no row"):
         TransformersEngine(host.model)
+
+
+@pytest.mark.parametrize("family", [*DELTA, "llama"])
+def test_the_oracle_is_the_same_model_in_float64(family):
+    host = engine(family, "bfloat16")
+    exact = host.exact()
+    assert exact.dtype == torch.float64 and exact.mixers == "own" and host.dtype == torch.bfloat16
+    twins = zip(host.model.parameters(), exact.model.parameters(), strict=True)
+    assert all(torch.equal(a.double(), b) for a, b in twins)
+    case = tree("random", 16)
+    want = exact.decode(exact.prefill(prompt(20)), case)
+    prefix = host.prefill(prompt(20))
+    forked, unforked = (off(want, host.verify(prefix, case, wiring).logits).median() for wiring in (FORKED, UNFORKED))
+    assert forked < 0.3 and (family == "llama" or unforked > 1)
+    assert off(want, exact.verify(exact.prefill(prompt(20)), case, FORKED).logits).max() < 1e-9
 
 
 def test_describe_names_the_functions_that_really_run(tmp_path):

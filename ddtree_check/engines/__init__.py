@@ -47,6 +47,10 @@ class Engine(Protocol):
     def commit(self, verified: Any, node: int) -> Any:
         """The Prefix after the path to `node`, stored the way the engine and the wiring store it."""
 
+    def contents(self, prefix: Any) -> tuple[int, list[dict[str, Any]]]:
+        """How many tokens a Prefix stands after, and what each layer carries, as tensors by channel: `keys` and
+        `values` [rows, d] and `conv` (`conv.1` ... for more) [inputs, d], the oldest row first; `recurrent` [...]."""
+
     def forward(self, paths: Sequence[Sequence[int]], keep: int) -> Any:
         """Full forward passes without a cache: the last `keep` rows' logits [paths, keep, vocabulary] of each path."""
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
+from transformers.utils import cached_file
 
 from ..errors import UsageError
-from ..families import ALIASES
-from ..resources import fixtures_dir
+from ..families import ALIASES, FAMILIES
+from ..resources import EMBEDDED, fixtures_dir
 
-EMBEDDED = "tiny-qwen3_5"  # the default model: in the repository and in the wheel, nothing to download
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32", "f64": "float64"}
 
@@ -69,19 +77,16 @@ def load_model(
     parameters = count_parameters(text)
     needed = parameters * wanted.itemsize
     spread = where.type == "cuda" and device == "auto" and needed > 0.9 * _free(where) and torch.cuda.device_count() > 1
-    free = sum(_free(torch.device("cuda", i)) for i in range(torch.cuda.device_count())) if spread else _free(where)
-    if needed > 0.95 * free:
-        raise UsageError(
-            f"memory: {name or EMBEDDED} needs {needed / 2**30:.1f} GiB in {str(wanted).removeprefix('torch.')}, "
-            f"{where} has {free / 2**30:.1f} GiB free; choose a smaller --dtype, another --device or another model"
-        )
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if spread else [where]
+    require_memory(f"{name or EMBEDDED} in {str(wanted).removeprefix('torch.')}", needed, *devices)
     text.dtype = wanted
-    extra = {"experts_implementation": "eager"} if wanted == torch.float64 and hasattr(text, "num_experts") else {}
+    extra = {"experts_implementation": "eager"} if wanted == torch.float64 and _has_experts(text) else {}
     progress(f"loading {name or EMBEDDED}: {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB on {where}")
     if weights == "random":
         model = build_random(text, dtype=wanted, device=where, seed=seed, attention=attention, **extra)
     else:
         model = _from_files(name, source, text, wanted, where, spread, attention, extra)
+    held = snapshot(source) if weights == "real" else None
     provenance = {
         "name": name or EMBEDDED,
         "source": source if name and not Path(source).exists() else Path(source).name,
@@ -90,11 +95,21 @@ def load_model(
         "parameters": parameters,
         "weights": weights,
         "seed": seed if weights == "random" else None,
-        "revision": getattr(config, "_commit_hash", None),
-        "fingerprint": fingerprint(source) if weights == "real" else None,
+        "revision": held.name if held and held.parent.name == "snapshots" else None,
+        "fingerprint": fingerprint(held) if held else None,
         "bytes": needed,
     }
     return model, provenance
+
+
+def attention_for(config, wanted: str) -> str:
+    """`wanted`, or 'eager' for the classes without attention, which refuse any other word."""
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return wanted if getattr(classes, "_supports_sdpa", True) else "eager"
+
+
+def _has_experts(config) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def load_config(name: str | None, source: str, weights: str = "real"):
@@ -106,7 +121,7 @@ def load_config(name: str | None, source: str, weights: str = "real"):
         if weights == "random" and alias and alias.shape:
             shape = dict(alias.shape)
             return AutoConfig.for_model(shape.pop("model_type"), **shape)
-        if Path(source).exists() and isinstance(error, (ValueError, KeyError)):
+        if (Path(source) / "config.json").exists():
             raise UsageError(
                 f"model: {source} cannot be read ({_line(error)}); expected a transformers checkpoint"
             ) from error
@@ -136,8 +151,13 @@ def _from_files(name, source, text, dtype, device, spread, attention, extra):
         extra = {k: v for k, v in extra.items() if k != "experts_implementation"}
     placement = {"device_map": "auto"} if spread else {"device_map": {"": device}} if device.type == "cuda" else {}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placement, **extra
+        model, report = _class_for(text).from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attention_for(text, attention),
+            output_loading_info=True,
+            **placement,
+            **extra,
         )
     except SafetensorError as error:
         raise UsageError(
@@ -160,9 +180,23 @@ def _from_files(name, source, text, dtype, device, spread, attention, extra):
     return model if placement else model.to(device)
 
 
+def _class_for(text):
+    row = FAMILIES.get(text.model_type)
+    return AutoModelForImageTextToText if row is not None and row.around else AutoModelForCausalLM
+
+
+def _whole(text):
+    """The configuration to build a text model from: its own, or the multimodal one that its only class asks for."""
+    row = FAMILIES.get(text.model_type)
+    if row is None or not row.around:
+        return text
+    shape = dict(row.around)
+    return AutoConfig.for_model(shape.pop("model_type"), text_config=text, **shape)
+
+
 def count_parameters(config) -> int:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = _class_for(config).from_config(_whole(config))
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
 
 
@@ -173,14 +207,24 @@ def build_random(config, *, dtype, device, seed, attention="sdpa", **extra):
     Here every matrix keeps the size of its input (std 1 / sqrt(fan-in)), decays are slow (A in 0.02 ... 1, softplus of
     the step near 0.3) and the head gives logits of std about 2.5. Deterministic in (config, seed, device type).
     """
+    attention = attention_for(config, attention)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, **extra)
+        model = _class_for(config).from_config(_whole(config), dtype=dtype, attn_implementation=attention, **extra)
+    config = model.config.get_text_config(decoder=True)
     model = model.to_empty(device=device)
     model.tie_weights()
+    if dtype.itemsize < 4:  # as a checkpoint is loaded: some weights stay in float32
+        kept = set(model._keep_in_fp32_modules_strict or ())
+        for name, weight in model.named_parameters():
+            if kept & set(name.split(".")):
+                weight.data = weight.data.float()
     draw = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
+        row = FAMILIES.get(config.model_type)
+        ranges = {**RANGES, **(row.drawn if row is not None else {})}
         for name, weight in model.named_parameters():
-            _randomize(name.rpartition(".")[2], name, weight, draw)
+            _randomize(name.rpartition(".")[2], name, weight, draw, ranges)
+            weight._is_hf_initialized = True
         _restore_buffers(model, config, attention, dtype)
         head = model.get_output_embeddings().weight
         tied = head is model.get_input_embeddings().weight
@@ -190,11 +234,27 @@ def build_random(config, *, dtype, device, seed, attention="sdpa", **extra):
     return model
 
 
-def _randomize(leaf: str, name: str, weight: torch.Tensor, draw: torch.Generator) -> None:
-    if leaf == "A_log":
-        weight.uniform_(math.log(0.02), 0.0, generator=draw)
-    elif leaf == "dt_bias":
-        weight.uniform_(-1.5, -0.5, generator=draw)
+RANGES = {  # uniform draws, by the parameter's own name
+    "A_log": (math.log(0.02), 0.0),
+    "dt_bias": (-1.5, -0.5),  # of Mamba's time step too, which calls it dt_proj.bias
+    "D": (0.2, 0.8),  # the direct term: below 1, so that what comes through the state is not drowned
+    "recurrent_param": (-4.0, -2.0),  # RG-LRU: log decay = -8 softplus of it, times a gate
+    # Factors that start at 1, or at a 0 that would switch the layer off (temp).
+    **dict.fromkeys(
+        ("scale", "global_scale", "hidden_states_scale", "residual_scale", "router_states_scale", "temp"), (0.8, 1.2)
+    ),
+    "input_hidden_states_scale": (0.8, 1.2),
+}
+BUFFERS = {  # what the library computes when it makes a module, from (the model's module, its configuration)
+    "mup_vector": lambda module, config: module.compute_mup_vector(config),
+    "e_score_correction_bias": lambda module, config: torch.linspace(-0.05, 0.05, config.num_local_experts),
+    "weight": lambda module, config: 1.0,  # a norm without a scale keeps one for its kernels' sake
+}
+
+
+def _randomize(leaf: str, name: str, weight: torch.Tensor, draw: torch.Generator, ranges: dict) -> None:
+    if leaf in ranges or ("dt_proj" in name and leaf in ("bias", "dt_proj_bias")):
+        weight.uniform_(*ranges.get(leaf, ranges["dt_bias"]), generator=draw)
     elif ("conv1d" in name and leaf == "weight") or weight.ndim >= 2:
         weight.normal_(0, 1 / math.sqrt(weight.shape[-1]), generator=draw)
     elif leaf == "bias":
@@ -205,30 +265,51 @@ def _randomize(leaf: str, name: str, weight: torch.Tensor, draw: torch.Generator
 
 def _restore_buffers(model, config, attention, dtype) -> None:
     """Fills what `to_empty` left undefined: buffers, and the norm scales' centre, from a small twin of the classes."""
+    centred = set()
+    for module in model.modules():
+        module._is_hf_initialized = False
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
+    try:
+        model.initialize_weights()  # fills what is not marked as done: the buffers that a class makes when it is made
+    finally:
+        torch.set_default_dtype(usual)
     for module in model.modules():
         if hasattr(module, "inv_freq") and hasattr(module, "config"):
             fresh = type(module)(module.config).to(module.inv_freq.device)
             for key, value in fresh.named_buffers(recurse=False):
                 module.register_buffer(key, value, persistent=False)
+        else:
+            for key, value in module.named_buffers(recurse=False):
+                if key in BUFFERS:
+                    made = BUFFERS[key](sys.modules[type(model).__module__], config)
+                    value.copy_(torch.as_tensor(made, dtype=value.dtype))
         scale = getattr(module, "weight", None)
         if isinstance(scale, torch.nn.Parameter) and scale.ndim == 1 and "Norm" in type(module).__name__:
-            scale.add_(_norm_centre(module))
+            if id(scale) not in centred:  # layers may share one
+                scale.add_(_norm_centre(module))
+            centred.add(id(scale))
 
 
 def _norm_centre(module) -> float:
     """1 for a norm that multiplies by its weight, 0 for one that multiplies by 1 + weight: seen by running it."""
-    twin = type(module)(8)
-    probe = torch.linspace(1, 2, 8)[None]
-    twin.weight.data.zero_()
+    twin = copy.deepcopy(module)
+    twin.weight.zero_()
+    probe = torch.linspace(1, 2, len(twin.weight), dtype=twin.weight.dtype, device=twin.weight.device)[None, None]
     arguments = (probe, probe) if "Gated" in type(module).__name__ else (probe,)
     return 1.0 if not twin(*arguments).any() else 0.0
 
 
-def fingerprint(source: str) -> str | None:
+def snapshot(source: str) -> Path | None:
+    """The folder that holds a loaded checkpoint: its path, or the hub snapshot, whose name is the revision."""
+    if Path(source).is_dir():
+        return Path(source)
+    found = cached_file(source, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return Path(found).parent if found else None
+
+
+def fingerprint(folder: Path) -> str:
     """sha256 over every weight file's name, size and header, and 64 KiB at 64 even places: cheap at any size."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return None
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -238,6 +319,16 @@ def fingerprint(source: str) -> str | None:
                 file.seek(size * place // 64)
                 digest.update(file.read(min(1 << 16, size)))
     return digest.hexdigest()[:16]
+
+
+def require_memory(what: str, needed: int, *devices: torch.device) -> None:
+    """Raises UsageError, before memory is taken, if `needed` bytes are not free on the devices together."""
+    free = sum(map(_free, devices))
+    if needed > 0.95 * free:
+        raise UsageError(
+            f"memory: {what} needs {needed / 2**30:.1f} GiB, {', '.join(map(str, devices))} has {free / 2**30:.1f} GiB "
+            "free; choose a smaller --dtype, another --device or another model"
+        )
 
 
 def _free(device: torch.device) -> int:

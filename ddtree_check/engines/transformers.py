@@ -1,15 +1,14 @@
-"""transformers as an engine: the model's own code, with its recurrent functions swapped for the length of a tree pass."""
+"""transformers as an engine: the model's own code, its recurrent functions swapped for the length of a tree pass."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import platform
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +23,10 @@ from ..errors import Unsupported, UsageError
 from ..families import Family, find_family
 from ..mixers import causal_conv
 from ..tree import DraftTree
-from ..wiring import FORKED, Layer, Plan, Wiring
+from ..wiring import FORKED, Attention, Layer, Plan, Wiring
 from . import loading
 from .adapters import ADAPTERS, Swap
+from .adapters.caches import CACHES
 
 OLDEST = Version("5.15")  # the common function names, the mask by layer type and the one hybrid cache exist since then
 _SWAP = threading.RLock()  # swapped functions are module globals: one pass at a time
@@ -43,7 +43,7 @@ class Prefix:
 
 @dataclass(eq=False)
 class Verified:
-    """One pass over a tree: logits [n, vocabulary] and what a commit needs. `plan` is None for the library's own pass."""
+    """One pass over a tree: logits [n, vocabulary] and what a commit needs. `plan` is None for the library's pass."""
 
     prefix: Prefix
     tree: DraftTree
@@ -51,7 +51,7 @@ class Verified:
     cache: DynamicCache
     logits: torch.Tensor | None = None
     scans: dict[int, Any] = field(default_factory=dict)  # layer -> what gives a node's recurrent state
-    inputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # layer -> inputs [1, d, n] of each convolution
+    inputs: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # layer -> convolution -> inputs [1, d, n]
 
 
 class TransformersEngine:
@@ -73,14 +73,15 @@ class TransformersEngine:
         self.family: Family = find_family(self.config.model_type)
         self.layers: tuple[Layer, ...] = self.family.describe_layers(self.config)
         # Experts gather the rows that were routed to them: how many there are depends on other rows.
-        self.exact_control = getattr(self.config, "num_experts", None) is None
+        self.exact_control = not any("Experts" in type(module).__name__ for module in model.modules())
         self.vocab_size = self.config.vocab_size
         self.max_length = getattr(self.config, "max_position_embeddings", None)
         self.dtype = model.dtype
         self.device = model.get_input_embeddings().weight.device
         self._decoder = model.get_decoder()
         self._module = sys.modules[type(model).__module__]
-        missing = [name for name in self.family.calls if not hasattr(self._module, name)]
+        self.caches = CACHES[self.family.keeps](model, self.config)
+        missing = [name for name in self._swappable if not hasattr(*self._place(name))]
         if missing:
             raise Unsupported(
                 f"{self._module.__name__} has no {', '.join(missing)}; its recurrent layers cannot be forked"
@@ -88,7 +89,8 @@ class TransformersEngine:
         attention = self.config._attn_implementation
         if attention not in ("sdpa", "eager"):
             raise Unsupported(f"attention {attention!r} takes no tree mask; load the model with 'sdpa' or 'eager'")
-        if self.dtype == torch.float64 and attention != "sdpa":
+        attends = any(isinstance(op, Attention) for layer in self.layers for branch in layer.branches for op in branch)
+        if attends and self.dtype == torch.float64 and attention != "sdpa":
             raise Unsupported("float64 needs attention 'sdpa': the eager softmax is float32")
 
     @classmethod
@@ -97,10 +99,21 @@ class TransformersEngine:
         loaded, provenance = loading.load_model(model, **settings)
         return cls(loaded, mixers=mixers, provenance=provenance)
 
+    def exact(self) -> TransformersEngine:
+        """This model in float64 with our mixers throughout: the oracle. Raises UsageError if it does not fit."""
+        needed = 8 * sum(weight.numel() for weight in self.model.parameters())
+        loading.require_memory("the float64 oracle", needed, self.device)
+        model = copy.deepcopy(self.model).double()
+        config = model.config.get_text_config(decoder=True)
+        if getattr(config, "_experts_implementation", None):
+            config._experts_implementation = "eager"  # the grouped products know no float64
+        return type(self)(model, mixers="own", provenance=self.provenance)
+
     def describe(self) -> dict[str, Any]:
         state = {torch.float64: "float64"}.get(self.dtype, "float32")
         return {
             "engine": self.name,
+            "model_type": self.config.model_type,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -114,7 +127,7 @@ class TransformersEngine:
             "attention": self.config._attn_implementation,
             "experts": getattr(self.config, "_experts_implementation", None),
             "mixers": self.mixers,
-            "recurrent_functions": {name: _resolved(getattr(self._module, name)) for name in self.family.calls},
+            "recurrent_functions": {name: _resolved(getattr(*self._place(name))) for name in self._swappable},
             "float32_matmul": torch.get_float32_matmul_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
@@ -125,14 +138,12 @@ class TransformersEngine:
     # Passes
 
     def prefill(self, tokens: Sequence[int]) -> Prefix:
-        cache = DynamicCache(config=self.config)
-        for index, layer in enumerate(cache.layers):
-            _forkable(layer, index)
+        cache = self.caches.new()
         logits = self._run([tokens], np.arange(len(tokens))[None], cache, keep=1)
         return Prefix(cache, len(tokens), logits[0, 0])
 
     def step(self, prefix: Prefix, token: int) -> tuple[torch.Tensor, Prefix]:
-        cache = _fork(prefix.cache)
+        cache = self.caches.fork(prefix.cache)
         logits = self._advance(cache, prefix.length, token)
         return logits, Prefix(cache, prefix.length + 1, logits)
 
@@ -141,11 +152,11 @@ class TransformersEngine:
 
     def verify(self, prefix: Prefix, tree: DraftTree, wiring: Wiring | None) -> Verified:
         plan = (wiring or FORKED).plan(tree)  # mask and positions; the library's own recurrences take no plan
-        cache = _fork(prefix.cache)
+        cache = self.caches.for_rows(prefix.cache)
         verified = Verified(prefix, tree, plan if wiring else None, cache)
         positions = prefix.length + np.array(plan.positions)
-        with self._swapped(plan, verified) if wiring else contextlib.nullcontext():
-            logits = self._run([tree.tokens], positions[None], cache, mask=self._mask(plan.mask, prefix.length))
+        with self._swapped(plan, verified, self._swappable if wiring else self.family.selects):
+            logits = self._run([tree.tokens], positions[None], cache, mask=self._mask(plan, prefix))
         verified.logits = logits[0]
         return verified
 
@@ -154,26 +165,28 @@ class TransformersEngine:
         path = tree.path(node)
         if verified.plan is None:
             if path == tuple(range(len(tree))):
-                return Prefix(verified.cache, prefix.length + len(path), verified.logits[node])
+                settled = self.caches.settle(self.caches.fork(verified.cache))
+                return Prefix(settled, prefix.length + len(path), verified.logits[node])
             # The library keeps the state of the last row only, so a shorter accept is run again.
             return self.commit(
                 self.verify(prefix, DraftTree.chain([tree.tokens[i] for i in path]), None), len(path) - 1
             )
         stored = verified.plan.commit[node]
         kept = tuple(verified.plan.commit[step] for step in path)
-        cache = _fork(prefix.cache)
-        rows = torch.tensor(kept, device=self.device) + prefix.length
-        for index, (layer, full) in enumerate(zip(cache.layers, verified.cache.layers, strict=True)):
-            if getattr(full, "keys", None) is not None:
-                select = torch.cat([torch.arange(prefix.length, device=full.keys.device), rows.to(full.keys.device)])
-                layer.keys, layer.values = full.keys[:, :, select], full.values[:, :, select]
-            for state, inputs in enumerate(verified.inputs.get(index, ())):
-                window = layer.conv_states[state]
+        cache = self.caches.fork(prefix.cache)
+        self.caches.keep_rows(cache, verified.cache, kept, len(tree))
+        for index in range(len(self.layers)):
+            for state, inputs in verified.inputs.get(index, {}).items():
+                window = self.caches.windows(cache, index)[state]
                 place = verified.plan.windows(window.shape[-1])[stored : stored + 1]
                 window.copy_(causal_conv.gather(window, inputs, place)[..., 0, :])
             if index in verified.scans:
-                layer.recurrent_states[0].copy_(verified.scans[index].state(stored))
+                self.caches.state(cache, index).copy_(verified.scans[index].state(stored))
         return Prefix(cache, prefix.length + len(path), verified.logits[node])
+
+    def contents(self, prefix: Prefix) -> tuple[int, list[dict[str, torch.Tensor]]]:
+        ops = [{type(op) for branch in layer.branches for op in branch} for layer in self.layers]
+        return prefix.length, [self.caches.contents(prefix.cache, layer, kinds) for layer, kinds in enumerate(ops)]
 
     def forward(self, paths: Sequence[Sequence[int]], keep: int) -> torch.Tensor:
         longest = max(map(len, paths))
@@ -184,7 +197,8 @@ class TransformersEngine:
     def _advance(self, cache: DynamicCache, length: int, token: int) -> torch.Tensor:
         """Decodes one token on `cache`, which moves on in place."""
         own = self.mixers == "own"
-        with self._swapped(FORKED.plan(DraftTree.chain([token])), None) if own else contextlib.nullcontext():
+        plan = FORKED.plan(DraftTree.chain([token]))
+        with self._swapped(plan, None, self.family.calls) if own else contextlib.nullcontext():
             return self._run([[token]], np.full((1, 1), length), cache)[0, 0]
 
     def _decode_nodes(self, prefix: Prefix, tree: DraftTree) -> torch.Tensor:
@@ -195,7 +209,7 @@ class TransformersEngine:
             if parent >= 0:
                 waiting[parent] -= 1
             # The last child takes its parent's cache over; every other one gets a fork.
-            cache = standing.pop(parent) if parent >= 0 and not waiting[parent] else _fork(standing[parent])
+            cache = standing.pop(parent) if parent >= 0 and not waiting[parent] else self.caches.fork(standing[parent])
             row = self._advance(cache, prefix.length + tree.depth[node], token)
             if logits is None:
                 logits = row.new_empty(len(tree), len(row))
@@ -205,11 +219,11 @@ class TransformersEngine:
         return logits
 
     def _decode_levels(self, prefix: Prefix, tree: DraftTree) -> torch.Tensor:
-        cache, logits = _fork(prefix.cache), None
+        cache, logits = self.caches.fork(prefix.cache), None
         before: tuple[int, ...] = (-1,)
         for depth, nodes in enumerate(tree.levels):
             index = torch.tensor([before.index(tree.parents[node]) for node in nodes], device=self.device)
-            cache.reorder_cache(index)
+            self.caches.reorder(cache, index)
             positions = np.full((len(nodes), 1), prefix.length + depth)
             rows = self._run([[tree.tokens[node]] for node in nodes], positions, cache)[:, 0]
             if logits is None:
@@ -222,40 +236,73 @@ class TransformersEngine:
     def _run(self, tokens, positions: np.ndarray, cache, *, mask=None, keep: int = 0) -> torch.Tensor:
         """One forward pass; positions are always explicit. Returns logits [batch, kept rows, vocabulary]."""
         lifted = KeepFloat64() if self.dtype == torch.float64 else contextlib.nullcontext()
-        with lifted:
+        with lifted, self.caches.running(cache):
             return self.model(
                 input_ids=torch.tensor(np.asarray(tokens), dtype=torch.long, device=self.device),
                 position_ids=torch.tensor(positions, dtype=torch.long, device=self.device),
                 attention_mask=mask,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{self.family.cache: cache},
                 logits_to_keep=keep,
             ).logits
 
-    def _mask(self, rows: np.ndarray, prefix: int):
-        """The attention mask of n rows behind `prefix` tokens, in the form that the family takes."""
-        n = len(rows)
-        seen = torch.ones(1, 1, n, prefix + n, dtype=torch.bool, device=self.device)
-        seen[0, 0, :, prefix:] = torch.tensor(rows, device=self.device)
+    def _mask(self, plan: Plan, prefix: Prefix):
+        """The attention mask of a tree's rows behind `prefix`, in the form that the family takes."""
+        if self.family.mask == "none":
+            return None
+        kinds = self.family.kinds_of(self.config)
+        masks = dict.fromkeys(("full_attention", "linear_attention", *self.family.layers))
+        for index, (kind, layer) in enumerate(zip(kinds, self.layers, strict=True)):
+            seen = [op for branch in layer.branches for op in branch if isinstance(op, Attention)]
+            if seen and masks[kind] is None:
+                masks[kind] = self._seen(plan, prefix, self.caches.kept(prefix.cache, index), seen[0].window)
+        if self.family.mask == "plain":
+            return next(mask for mask in masks.values() if mask is not None)
+        if self.family.mask == "rows":  # a padding mask: what attention sees is chosen by functions that are swapped
+            return dict.fromkeys(masks, torch.ones(1, len(plan.tree), dtype=torch.bool, device=self.device))
+        return {self.family.masks.get(kind, kind): mask for kind, mask in masks.items()}
+
+    def _seen(self, plan: Plan, prefix: Prefix, kept: int, window: int | None) -> torch.Tensor:
+        """[1, 1, n, kept + n]: the plan's rows behind the last `kept` committed tokens, cut to a window."""
+        n = len(plan.tree)
+        seen = np.ones((n, kept + n), dtype=bool)
+        seen[:, kept:] = plan.mask
+        if window is not None:
+            position = np.array(plan.positions)
+            seen &= position[:, None] - np.concatenate([np.arange(-kept, 0), position]) < window
+        seen = torch.tensor(seen, device=self.device)[None, None]
         if self.config._attn_implementation == "eager":
             seen = torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
-        if self.family.mask == "plain":
-            return seen
-        return {kind: None if kind == "linear_attention" else seen for kind in self.family.layers}
+        return seen
 
     # The swap
 
+    @property
+    def _swappable(self) -> dict[str, str]:
+        return {**self.family.calls, **self.family.selects}
+
+    def _place(self, name: str) -> tuple[Any, str]:
+        """The module or class that holds a function of the family's tables ('function' or 'Class.method')."""
+        owner, _, attribute = name.rpartition(".")
+        return (getattr(self._module, owner, None) if owner else self._module), attribute
+
     @contextlib.contextmanager
-    def _swapped(self, plan: Plan, record: Verified | None) -> Iterator[None]:
-        """Runs the recurrent functions of the modelling module under `plan`; always puts the originals back."""
-        swap = Swap(plan, record)
+    def _swapped(self, plan: Plan, record: Verified | None, names: Mapping[str, str]) -> Iterator[None]:
+        """Runs functions of the modelling module under `plan`; always puts the originals back."""
         with _SWAP, contextlib.ExitStack() as undo:
+            originals = {name: getattr(*self._place(name)) for name in names}
+            swap = Swap(plan, record, self.caches, originals)
             for index, layer in enumerate(self._decoder.layers):
                 undo.callback(layer.register_forward_pre_hook(lambda *_, index=index: swap.enter(index)).remove)
-            for name, adapter in self.family.calls.items():
-                undo.callback(setattr, self._module, name, getattr(self._module, name))
-                setattr(self._module, name, functools.partial(ADAPTERS[adapter], swap))
+            for name, adapter in names.items():
+                undo.callback(setattr, *self._place(name), originals[name])
+                setattr(*self._place(name), _bindable(ADAPTERS[adapter], swap))
             yield
+
+
+def _bindable(adapter: Callable, swap: Swap) -> Callable:
+    """A function, because a partial would not become a method where it takes a method's place."""
+    return lambda *args, **kwargs: adapter(swap, *args, **kwargs)
 
 
 class KeepFloat64(TorchFunctionMode):
@@ -269,31 +316,11 @@ class KeepFloat64(TorchFunctionMode):
             if func is torch.Tensor.to and torch.float32 in (*args[1:], kwargs.get("dtype")):
                 args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
                 kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+            elif func is torch.Tensor.type and args[1:] == (torch.float32,):
+                return args[0]
             elif kwargs.get("dtype") is torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
-
-
-def _forkable(layer, index: int) -> None:
-    """Refuses a cache layer whose contents `_fork` does not know."""
-    known = ("keys", "conv_states")
-    if not any(hasattr(layer, name) for name in known):
-        raise Unsupported(f"layer {index} ({type(layer).__name__}) holds none of {known}; its fork cannot be checked")
-
-
-def _fork(cache: DynamicCache) -> DynamicCache:
-    """A cache that goes on by itself: recurrent states and windows, written in place, are copied; keys and values are
-    shared, because appending to them makes new tensors."""
-    fork = copy.copy(cache)
-    fork.layers = []
-    for layer in cache.layers:
-        twin = copy.copy(layer)
-        for name, value in vars(layer).items():
-            if isinstance(value, dict):
-                cloned = {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
-                setattr(twin, name, cloned)
-        fork.layers.append(twin)
-    return fork
 
 
 def _resolved(function) -> str:

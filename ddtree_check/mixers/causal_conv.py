@@ -23,10 +23,10 @@ def step(window, x, weight, bias):
 def tree_form(committed, rows, weight, bias, windows: np.ndarray) -> torch.Tensor:
     """All nodes at once: gather each node's window along its own path, then one weighted sum.
 
-    committed [..., d, c] the last committed inputs, c >= w - 1, or fewer where fewer were ever committed (zeros before);
+    committed [..., d, c] the last committed inputs, c >= w - 1, or fewer where fewer were committed (zeros before);
     rows [..., d, n] the nodes' inputs; weight [d, w]; bias [d] or None; windows [n, w] as in `Plan.windows`.
-    Returns [..., d, n] in the dtype of `rows`. bf16 and float16 are summed in float32 and rounded once at the end, as the
-    library's own convolution is: without it a tree pass would be many times noisier than a chain.
+    Returns [..., d, n] in the dtype of `rows`. bf16 and float16 are summed in float32 and rounded once at the end, as
+    the library's own convolution is: without it a tree pass would be many times noisier than a chain.
     """
     seen = gather(committed, rows, windows)
     wide = torch.promote_types(rows.dtype, torch.float32)

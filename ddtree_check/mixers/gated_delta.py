@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..tree import ancestors
-from ..wiring import BLANK
+from . import decay
 
 
 def step(state, q, k, v, log_decay, beta):
@@ -29,8 +28,8 @@ def step(state, q, k, v, log_decay, beta):
 class TreeScan:
     """What a tree pass leaves behind: the outputs, and all that any node's state follows from.
 
-    output [..., n, v]; from_start [..., n] and between [..., n, n]: decay from the initial state and from node j to
-    node i, zero where nothing flows; keys [..., n, k] and updates [..., n, v]: what each node wrote; initial [..., k, v].
+    output [..., n, v]; from_start [..., n] and between [..., n, n] as in `decay.Decay`; keys [..., n, k] and updates
+    [..., n, v]: what each node wrote; initial [..., k, v].
     """
 
     output: torch.Tensor
@@ -60,15 +59,7 @@ def tree_form(initial, q, k, v, log_decay, beta, sources: Sequence[int]) -> Tree
     initial [..., k, v]; q, k [..., n, k]; v [..., n, v]; log_decay, beta [..., n]; sources as in `Plan.state`.
     Computes in the dtype it is given. Source: DeltaNet's UT transform, arXiv 2406.06484, and arXiv 2412.06464.
     """
-    reach = torch.from_numpy(ancestors(sources).copy()).to(k.device)
-    reach_float = reach.to(k.dtype)
-    strict = reach_float - torch.eye(len(sources), dtype=k.dtype, device=k.device)
-    # Sums of the log decays that lie between j and i, never differences of running sums: those cancel when decay is fast.
-    between = ((reach_float * log_decay[..., None, :]) @ strict).exp() * reach_float
-    from_start = (reach_float @ log_decay[..., None])[..., 0].exp()
-    if BLANK in sources:
-        blank = torch.tensor([source == BLANK for source in sources], dtype=k.dtype, device=k.device)
-        from_start = from_start * (1 - (reach_float @ blank))
+    strict, between, from_start = decay.along(log_decay, sources)
     system = beta[..., None] * between * (k @ k.transpose(-1, -2)) * strict
     wanted = beta[..., None] * (v - from_start[..., None] * (k @ initial))
     updates = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

@@ -6,13 +6,27 @@ An adapter is called as the function it stands in for, with the pass's `Swap` in
 
 from __future__ import annotations
 
-from . import conv, gated_delta
-from .swap import Swap
+from . import conv, gated_delta, indexers, kda, lightning, mamba1, mamba2, ngram, rg_lru, zaya
+from .swap import Swap, training_only
 
 ADAPTERS = {
     "conv": conv.rows,
     "conv_update": conv.one,
     "gated_delta": gated_delta.rows,
+    "mamba2": mamba2.rows,
+    "mamba2_update": mamba2.one,
+    "mamba1": mamba1.rows,
+    "mamba1_update": mamba1.one,
+    "kda": kda.rows,
+    "lightning": lightning.layer,
+    "griffin_block": rg_lru.block,
+    "rg_lru": rg_lru.rows,
+    "ngram": ngram.embed,
+    "dilated_conv": ngram.dilated_conv,
+    "delayed_value": zaya.project,
+    "path_indexer": indexers.along_paths,
+    "relative_logits": indexers.relative_logits,
+    "training_only": training_only,
 }
 
 __all__ = ["ADAPTERS", "Swap"]

@@ -24,6 +24,7 @@ def one(swap: Swap, hidden_states, conv_state, weight, bias=None, activation=Non
 
 def _convolve(swap, committed, rows, weight, bias, activation):
     swap.keep_inputs(rows)
-    out = causal_conv.tree_form(committed, rows, weight, bias, swap.plan.windows(weight.shape[-1]))
-    # Rounded before the activation, because the original rounds there.
-    return out if activation is None else ACT2FN[activation](out)
+    # In the dtype of the weights, which some models keep in float32; rounded before the activation: as the original.
+    seen, own = committed.to(weight.dtype), rows.to(weight.dtype)
+    out = causal_conv.tree_form(seen, own, weight, bias, swap.plan.windows(weight.shape[-1]))
+    return (out if activation is None else ACT2FN[activation](out)).to(rows.dtype)

@@ -11,7 +11,8 @@ from .swap import Swap
 def rows(swap: Swap, query, key, value, *, g, beta, initial_state, use_qk_l2norm_in_kernel=False, **_):
     """query, key [1, n, h, k], value [1, n, h, v], g and beta [1, n, h]; initial_state [1, h, k, v].
 
-    Computes in float32 or wider, as the original. Returns the outputs [1, n, h, v] in the dtype of `query`, and a state.
+    Computes in float32 or wider, as the original. Returns the outputs [1, n, h, v] in the dtype of `query`, and a
+    state.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v, log_decay, gain = (x.transpose(1, 2).to(wide) for x in (query, key, value, g, beta))
