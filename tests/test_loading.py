@@ -129,6 +129,12 @@ def damage_no_weights(folder):
         path.unlink()
 
 
+def damage_quantised(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -138,6 +144,7 @@ def damage_no_weights(folder):
         (damage_type, "gpt_seventeen"),
         (damage_missing_key, "lacks 1 weights, first .*in_proj_qkv"),
         (damage_no_weights, "Three ways on"),
+        (damage_quantised, "bitsandbytes"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -7,6 +7,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -76,7 +77,13 @@ def load_model(
     where = pick_device(device)
     parameters = count_parameters(text)
     needed = parameters * wanted.itemsize
-    spread = where.type == "cuda" and device == "auto" and needed > 0.9 * _free(where) and torch.cuda.device_count() > 1
+    spread = (
+        weights == "real"
+        and where.type == "cuda"
+        and device == "auto"
+        and needed > 0.9 * _free(where)
+        and torch.cuda.device_count() > 1
+    )
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if spread else [where]
     require_memory(f"{name or EMBEDDED} in {str(wanted).removeprefix('torch.')}", needed, *devices)
     text.dtype = wanted
@@ -149,7 +156,9 @@ def load_tokenizer(source: str):
 def _from_files(name, source, text, dtype, device, spread, attention, extra):
     if getattr(text, "quantization_config", None):
         extra = {k: v for k, v in extra.items() if k != "experts_implementation"}
-    placement = {"device_map": "auto"} if spread else {"device_map": {"": device}} if device.type == "cuda" else {}
+    placement = {"device_map": "auto"} if spread else {}
+    if device.type == "cuda" and not spread and find_spec("accelerate"):
+        placement = {"device_map": {"": device}}  # straight to the device: no whole copy in the host's memory
     try:
         model, report = _class_for(text).from_pretrained(
             source,

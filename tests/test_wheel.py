@@ -1,0 +1,56 @@
+"""The wheel, used outside the clone: it brings the embedded model, the prompts, the known failures and the plugin."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder that holds just what the wheel unpacks to."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=REPO, check=True, capture_output=True, text=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def outside(site, folder, *command):
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    environment.pop("COLUMNS", None)
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_compare_runs_on_what_the_wheel_brings(site, tmp_path):
+    where = outside(site, tmp_path, "-c", "import ddtree_check; print(ddtree_check.__file__)")
+    assert where.stdout.startswith(str(site))
+    done = outside(site, tmp_path, "-m", "ddtree_check", "compare", "--limit", "1", "--budget", "4")
+    assert done.returncode == 0, done.stderr
+    assert "model tiny-qwen3_5" in done.stdout and done.stdout.rstrip().endswith("exit code 0")
+
+
+def test_the_wheel_holds_no_more_than_it_needs(site):
+    held = {
+        path.relative_to(site / "ddtree_check" / "_fixtures").parts[0] for path in site.glob("ddtree_check/_fixtures/*")
+    }
+    assert held == {"models", "prompts", "known_failures.toml"}
+    assert [path.name for path in (site / "ddtree_check" / "_fixtures" / "models").iterdir()] == ["tiny-qwen3_5"]
+    assert not list(site.glob("tests")) and not list(site.glob("fixtures"))
+    (entries,) = site.glob("*.dist-info/entry_points.txt")
+    assert "ddtree_check.pytest_plugin" in entries.read_text() and "ddtree_check.cli:main" in entries.read_text()
+
+
+def test_a_package_without_its_fixtures_says_so(site, tmp_path):
+    code = "from pathlib import Path; from ddtree_check.resources import fixtures_dir; fixtures_dir(Path('nowhere/x'))"
+    done = outside(site, tmp_path, "-c", code)
+    assert done.returncode == 1 and "reinstall ddtree-check" in done.stderr
