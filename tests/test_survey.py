@@ -7,6 +7,8 @@ from ddtree_check.errors import Unsupported
 from ddtree_check.families import FAMILIES, UNSUPPORTED, find_family
 from ddtree_check.survey import survey
 from ddtree_check.tiny import SHAPES
+from ddtree_check.wiring import FORKED, UNFORKED, contaminated
+from tests.models import make_engine, off, prompt, tree
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -37,3 +39,18 @@ def test_the_command_prints_a_row_and_its_exit_code(capsys, monkeypatch):
 def test_an_unknown_family_is_refused(capsys):
     assert main(["models", "--run", "--family", "gpt2"]) == 3
     assert "family: got 'gpt2'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_knows_every_family(family):
+    """Against float64 through our mixers ar and forked are off by rounding, unforked by more."""
+    host = make_engine(family)
+    exact, case, tokens = host.exact(), tree("random", 16), prompt(12)
+    want = exact.decode(exact.prefill(tokens), case)
+    prefix = host.prefill(tokens)
+    spread = want.std(-1)
+    assert (off(want, host.decode(prefix, case)) <= 1e-4 * spread).all()
+    assert (off(want, host.verify(prefix, case, FORKED).logits) <= 1e-4 * spread).all()
+    assert off(want, exact.verify(exact.prefill(tokens), case, FORKED).logits).max() <= 1e-9
+    dirty = contaminated(UNFORKED.plan(case), host.layers)
+    assert not dirty or off(want, host.verify(prefix, case, UNFORKED).logits)[sorted(dirty)].max() > 0.1
