@@ -9,25 +9,27 @@ from transformers import AutoConfig
 from .check import Item, Settings, check
 from .compare import measure
 from .draft import shape
-from .engines.loading import build_random, parse_dtype
+from .engines.loading import build_random, parse_dtype, pick_device
 from .engines.transformers import TransformersEngine
 from .tiny import SHAPES, VOCAB
-from .wiring import FORKED, Wiring, contaminated
+from .wiring import Wiring, contaminated
 
 CHANNELS = ("state", "conv", "mask", "positions")
-SEEN = 100  # times the forked pass's own error, before a wrong channel counts as seen
 
 
-def survey(model_type: str, *, nodes: int = 64, prompt: int = 37, dtype: str = "float32", seed: int = 0) -> dict:
+def survey(
+    model_type: str, *, nodes: int = 64, prompt: int = 37, dtype: str = "float32", device: str = "cpu", seed: int = 0
+) -> dict:
     """One family on one drawn tree behind a drawn prompt (`nodes` and `prompt` in tokens).
 
     Returns layers by kind, the verdict of each mode, the largest |Δ| of the forked and of the unforked pass, the
-    unforked pass's flips, the exit code, and `channels`: the ones that move logits when they alone read in row order.
+    unforked pass's flips, the exit code, and `channels`: the ones that move a node beyond its floor when they alone
+    read in row order.
     """
     wanted = parse_dtype(dtype, torch.float32)
     config = AutoConfig.for_model(model_type, **SHAPES[model_type])
     extra = {"experts_implementation": "eager"} if wanted == torch.float64 else {}
-    model = build_random(config, dtype=wanted, device=torch.device("cpu"), seed=seed, **extra)
+    model = build_random(config, dtype=wanted, device=pick_device(device), seed=seed, **extra)
     engine = TransformersEngine(model, provenance={"name": f"tiny {model_type}", "weights": "random"})
     tokens = tuple(np.random.default_rng(seed).integers(0, VOCAB, prompt).tolist())
     prefix = engine.prefill(tokens)
@@ -35,14 +37,14 @@ def survey(model_type: str, *, nodes: int = 64, prompt: int = 37, dtype: str = "
     record = check(engine, [Item("drawn", tokens, tree)], Settings())
     (case,) = record["cases"]
     reference = engine.decode(prefix, tree)
-    noise = measure(reference, engine.verify(prefix, tree, FORKED).logits).max_abs.max()
+    floor = np.array([node["tree_forked"]["floor"] or np.inf for node in case["nodes"]])
     channels = []
     for channel in CHANNELS:
         wiring = Wiring.parse(f"{channel}=flat")
         dirty = contaminated(wiring.plan(tree), engine.layers)
         if dirty:
             error = measure(reference, engine.verify(prefix, tree, wiring).logits).max_abs
-            if error[sorted(dirty)].max() > SEEN * noise:
+            if (error > floor)[sorted(dirty)].any():
                 channels.append(channel)
     return {
         "family": model_type,

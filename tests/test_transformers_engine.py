@@ -308,3 +308,22 @@ def test_describe_names_the_functions_that_really_run(tmp_path):
             check=True,
         )
         assert expected in out.stdout
+
+
+def test_float32_is_ieee_in_every_pass_and_the_callers_choice_is_put_back(monkeypatch):
+    host, seen = engine("llama"), []
+    forward = type(host.model).forward
+
+    def spy(self, *args, **kwargs):
+        seen.append((torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(host.model), "forward", spy)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        host.prefill(prompt(4))
+        assert seen == [(False, "highest")]
+        assert torch.backends.cudnn.allow_tf32 and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -128,7 +128,7 @@ class TransformersEngine:
             "experts": getattr(self.config, "_experts_implementation", None),
             "mixers": self.mixers,
             "recurrent_functions": {name: _resolved(getattr(*self._place(name))) for name in self._swappable},
-            "float32_matmul": torch.get_float32_matmul_precision(),
+            "float32_matmul": "ieee",
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
 
@@ -236,7 +236,7 @@ class TransformersEngine:
     def _run(self, tokens, positions: np.ndarray, cache, *, mask=None, keep: int = 0) -> torch.Tensor:
         """One forward pass; positions are always explicit. Returns logits [batch, kept rows, vocabulary]."""
         lifted = KeepFloat64() if self.dtype == torch.float64 else contextlib.nullcontext()
-        with lifted, self.caches.running(cache):
+        with lifted, _ieee(), self.caches.running(cache):
             return self.model(
                 input_ids=torch.tensor(np.asarray(tokens), dtype=torch.long, device=self.device),
                 position_ids=torch.tensor(positions, dtype=torch.long, device=self.device),
@@ -321,6 +321,19 @@ class KeepFloat64(TorchFunctionMode):
             elif kwargs.get("dtype") is torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _ieee() -> Iterator[None]:
+    """float32 as float32: cuDNN's convolutions would take TF32 by themselves, three digits of noise in every pass."""
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before[0]
+        torch.set_float32_matmul_precision(before[1])
 
 
 def _resolved(function) -> str:
