@@ -15,6 +15,7 @@ import torch
 from . import __version__
 from .accept import compare_walks, greedy_walk
 from .case import Case, check_vocab
+from .commit import check_pattern, commit_runs
 from .compare import Differences, measure
 from .draft import Marginals, best_first, ngram_marginals, recorded_tree, self_marginals, token_ids
 from .errors import Unsupported, UsageError, usage_errors
@@ -48,6 +49,7 @@ class Settings:
     require      the modes that decide the exit code
     ar           strict (one node at a time) or batched (level by level)
     controls     how many leaf paths the chain control runs, those that hold most nodes; None for all
+    accept       which paths to commit by force, see `commit.accept_nodes`; none by default
     wiring       what the unforked control reads wrong, such as 'state=flat'; None for states and windows in row order
     """
 
@@ -60,6 +62,7 @@ class Settings:
     require: tuple[str, ...] = ("linear", "tree_forked")
     ar: str = "strict"
     controls: int | None = None
+    accept: tuple[str, ...] = ()
     wiring: str | None = None
     rule: Rule = field(default_factory=Rule)
 
@@ -79,6 +82,8 @@ class Settings:
             self.require,
             f"some of {', '.join(MODES)}",
         )
+        for pattern in self.accept:
+            check_pattern(pattern)
         if self.wiring is not None:
             with usage_errors():
                 Wiring.parse(self.wiring)
@@ -90,7 +95,8 @@ class Settings:
 
     def to_json(self) -> dict:
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return own | {"budgets": list(self.budgets), "require": list(self.require), "rule": self.rule.to_json()}
+        lists = {name: list(getattr(self, name)) for name in ("budgets", "require", "accept")}
+        return own | lists | {"rule": self.rule.to_json()}
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,10 @@ def _check_case(
     if settings.wiring is None:  # the library's own pass over the rows is the same flat pass
         library = float(np.max(measure(logits, engine.verify(prefix, tree, None).logits).max_abs))
     del logits
+    accepts = None
+    if settings.accept:
+        wirings = {"linear": None, "tree_forked": FORKED, "tree_unforked": settings.control}
+        accepts = tuple(commit_runs(engine, case.prompt_tokens, prefix, tree, settings.accept, wirings, rule))
     plan = settings.control.plan(tree)
     dirty = contaminated(plan, engine.layers)
 
@@ -217,6 +227,7 @@ def _check_case(
         controls={"forward": forward.max_abs, "pad": linear.max_abs, "chain": chain_errors},
         library_unforked=library,
         exact=errors if exact is not None else {},
+        accepts=accepts,
     )
 
 

@@ -15,13 +15,13 @@ import typer
 
 from . import __version__
 from .errors import Unsupported, UsageError
-from .job import BUDGET, Job, run, whole_numbers
+from .job import BUDGET, Job, quiet_libraries, run, whole_numbers
 from .report.drawing import draw_tree
 from .report.record import check_writable, load_record, write_record
-from .report.terminal import Table, find_case, layout, render, render_case, render_node, titled, wrap
-from .report.text import plain
+from .report.terminal import Table, find_case, layout, render, render_case, render_node, render_rounds, titled, wrap
+from .report.text import number, plain
 
-INCONCLUSIVE, USAGE, INTERRUPTED = 2, 3, 130
+PASS, DEFECT, INCONCLUSIVE, USAGE, INTERRUPTED = 0, 1, 2, 3, 130
 WORDS = {  # colour of the words that decide, on a terminal
     "green": r"\bpass\b",
     "yellow": r"\b(tie|insensitive|not_run|unsupported|reference_unusable|inconclusive|RANDOM[ A-Z]*)\b",
@@ -38,6 +38,33 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Record = Annotated[Path, typer.Argument(help="A file that compare --json wrote.", show_default=False)]
+# Options of every command that runs a model.
+Model = Annotated[
+    str | None,
+    typer.Option(help="A name (see models), path or hub id. Default: the tiny trained hybrid of this package."),
+]
+EngineName = Annotated[str, typer.Option(help="What runs the model.")]
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        help="Text file, .jsonl of {text} or {token_ids}, or humaneval. Default: 8 code prompts of this package."
+    ),
+]
+Limit = Annotated[int | None, typer.Option(help="Only the first so many prompts.")]
+Draft = Annotated[str | None, typer.Option(help="self, ngram or recorded:FILE. Default: self.")]
+Acceptance = Annotated[
+    float | None,
+    typer.Option(help="Share of depths where draft self ranks the target's token first. Default: 0.7."),
+]
+Length = Annotated[int | None, typer.Option(help="Positions that are drafted. Default: 15.")]
+Order = Annotated[str | None, typer.Option(help="Flat order: heap, breadth or depth. Default: heap.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of draft self and of random weights. Default: 0.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16, float64. Default: the checkpoint's.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+Weights = Annotated[str, typer.Option(help="real, or random: any architecture without a download.")]
+Require = Annotated[str | None, typer.Option(help="Modes that decide the exit code. Default: linear,tree_forked.")]
+JsonFile = Annotated[str | None, typer.Option(help="Write the record to this file.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -53,44 +80,36 @@ def _start(
 
 @app.command(short_help="Run prompts through four modes on the same trees; compare every node.")
 def compare(
-    model: Annotated[
-        str | None,
-        typer.Option(help="A name (see models), path or hub id. Default: the tiny trained hybrid of this package."),
-    ] = None,
-    engine: Annotated[str, typer.Option(help="What runs the model.")] = "transformers",
+    model: Model = None,
+    engine: EngineName = "transformers",
     budget: Annotated[str, typer.Option(help="Draft nodes per tree, one tree for each number.")] = BUDGET,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="Text file, .jsonl of {text} or {token_ids}, or humaneval. Default: 8 code prompts of this package."
-        ),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.")] = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
     only: Annotated[list[str] | None, typer.Option(help="Only the prompt with this id; may be repeated.")] = None,
     tree: Annotated[
         str | None, typer.Option(help="File with {tokens, parents}: this tree in place of --draft and --budget.")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="self, ngram or recorded:FILE. Default: self.")] = None,
-    acceptance: Annotated[
-        float | None,
-        typer.Option(help="Share of depths where draft self ranks the target's token first. Default: 0.7."),
-    ] = None,
-    length: Annotated[int | None, typer.Option(help="Positions that are drafted. Default: 15.")] = None,
-    order: Annotated[str | None, typer.Option(help="Flat order: heap, breadth or depth. Default: heap.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of draft self and of random weights. Default: 0.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16, float64. Default: the checkpoint's.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    weights: Annotated[str, typer.Option(help="real, or random: any architecture without a download.")] = "real",
-    require: Annotated[
-        str | None, typer.Option(help="Modes that decide the exit code. Default: linear,tree_forked.")
-    ] = None,
+    draft: Draft = None,
+    acceptance: Acceptance = None,
+    length: Length = None,
+    order: Order = None,
+    seed: Seed = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    weights: Weights = "real",
+    require: Require = None,
     ar: Annotated[
         str | None, typer.Option(help="strict, a node at a time, or batched, a level at a time. Default: strict.")
     ] = None,
     controls: Annotated[
         int | None, typer.Option(help="Paths that the chain control runs. Default: every path to a leaf.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Also decode so many rounds in each mode, as generate does.")
+    ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option(help="Commit these paths and check the state: zero, first, full, branch, every, or nodes 0-2-5."),
     ] = None,
     wiring: Annotated[
         str | None,
@@ -99,8 +118,8 @@ def compare(
     oracle: Annotated[
         bool, typer.Option("--oracle", help="Run the model in float64 too, and give every mode an error.")
     ] = False,
-    json: Annotated[str | None, typer.Option(help="Write the record to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.")] = False,
+    json: JsonFile = None,
+    quiet: Quiet = False,
 ):
     """Run identical prompts through ar, linear, tree_forked and tree_unforked on the same draft trees, compare logits
     and argmax at every node, and tell leak from noise."""
@@ -112,11 +131,11 @@ def compare(
         "ar": ar,
         "controls": controls,
         "wiring": wiring,
+        "require": _words(require),
+        "accept": _words(accept),
     }
     settings: dict[str, object] = {"budgets": whole_numbers("budget", budget)}
     settings |= {name: value for name, value in chosen.items() if value is not None}
-    if require is not None:
-        settings["require"] = tuple(dict.fromkeys(mode.strip() for mode in require.split(",")))
     job = Job(
         model=model,
         engine=engine,
@@ -130,15 +149,80 @@ def compare(
         draft=draft,
         oracle=oracle,
         settings=settings,
+        rounds=None if rounds is None else {"rounds": rounds},
     )
-    if json is not None:
-        check_writable(json)
+    return _finish(job, json, lambda record: render(record, _width(), quiet))
+
+
+@app.command(short_help="Decode many rounds in each mode; compare every round with plain decoding.")
+def generate(
+    rounds: Annotated[int, typer.Option(help="Rounds for each prompt.")] = 20,
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of linear, tree_forked, tree_unforked, leaky_verify, leaky_commit, shadow. Default: the first 3."
+        ),
+    ] = None,
+    plain: Annotated[
+        int | None, typer.Option(help="A plain one-token step after so many rounds. Default: none.")
+    ] = None,
+    model: Model = None,
+    engine: EngineName = "transformers",
+    budget: Annotated[int, typer.Option(help="Draft nodes per tree.")] = 16,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    draft: Draft = None,
+    acceptance: Acceptance = None,
+    length: Length = None,
+    order: Order = None,
+    seed: Seed = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    weights: Weights = "real",
+    require: Require = None,
+    journal: Annotated[
+        str | None, typer.Option(help="File of finished prompts; a killed run goes on after them.")
+    ] = None,
+    json: JsonFile = None,
+    quiet: Quiet = False,
+):
+    """Run real speculative decoding for many rounds in each mode, each with its own commits, and compare every round's
+    acceptance, text and state with plain decoding."""
+    chosen = {"acceptance": acceptance, "length": length, "order": order, "seed": seed, "require": _words(require)}
+    settings = {"budgets": (budget,)} | {name: value for name, value in chosen.items() if value is not None}
+    many = {"rounds": rounds, "modes": _words(modes), "plain": plain}
+    job = Job(
+        model=model,
+        engine=engine,
+        weights=weights,
+        dtype=dtype,
+        device=device,
+        prompts=prompts,
+        limit=limit,
+        draft=draft,
+        settings=settings,
+        verb="generate",
+        rounds={name: value for name, value in many.items() if value is not None},
+        journal=journal,
+    )
+    return _finish(job, json, lambda record: render_rounds(record, _width(), quiet))
+
+
+def _finish(job: Job, path: str | None, view: Callable[[dict], str]) -> int:
+    """Runs a job, writes its record if there is a path for it, prints the view, and returns the record's exit code."""
+    if path is not None:
+        check_writable(path)
     with _progress() as progress:
         record = run(job, progress)
-    if json is not None:
-        write_record(json, record)
-    _print(render(record, _width(), quiet))
+    if path is not None:
+        write_record(path, record)
+    _print(view(record))
     return record["exit_code"]
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    """'a, b' as ('a', 'b'), each once."""
+    return None if text is None else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
 
 
 @app.command(short_help="Show a record again, whole, one case or one node.")
@@ -186,8 +270,16 @@ def tree(
 @app.command(short_help="List model names and the supported families.")
 def models(
     markdown: Annotated[bool, typer.Option("--markdown", help="The families alone, as a Markdown table.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--run", help="Run every family at a small shape, and print what was measured.")
+    ] = False,
+    family: Annotated[list[str] | None, typer.Option(help="With --run: only this model type; may be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="With --run: float32, bfloat16, float16, float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="With --run: cpu, cuda ...")] = "cpu",
 ):
     """List the short names of models, and the families whose checkpoints can be checked."""
+    if measure:
+        return _measure_families(family, dtype, device)
     from .families import UNSUPPORTED
 
     if markdown:
@@ -196,6 +288,45 @@ def models(
     refused = [wrap(f"Not supported: {name}: {why}.", _width()) for name, why in UNSUPPORTED.items()]
     _print("\n\n".join([titled(table, _width()) for table in _model_tables()] + refused))
     return 0
+
+
+def _measure_families(chosen: list[str] | None, dtype: str, device: str) -> int:
+    """The table of `survey`, and the worst exit code of any family."""
+    from .families import FAMILIES
+
+    unknown = [name for name in chosen or () if name not in FAMILIES]
+    if unknown:
+        raise UsageError(f"family: got {unknown[0]!r}, expected one of {', '.join(FAMILIES)}")
+    with _progress() as progress, quiet_libraries():
+        from .survey import survey
+
+        names, found = chosen or list(FAMILIES), []
+        for place, name in enumerate(names):
+            if progress:
+                progress(place, len(names), name)
+            found.append(survey(name, dtype=dtype, device=device))
+    rows = [
+        (
+            row["family"],
+            ", ".join(f"{count} {kind}" for kind, count in row["layers"].items()),
+            row["modes"]["linear"],
+            row["modes"]["tree_forked"],
+            number(row["forked"]),
+            number(row["unforked"]),
+            f"{row['flips']}/{row['nodes']}",
+            ", ".join(row["channels"]),
+            row["exit_code"],
+        )
+        for row in found
+    ]
+    headers = (
+        "family", "layers", "linear", "forked", "forked |Δ|", "unforked |Δ|", "flips", "leaks by", "exit",
+    )  # fmt: skip
+    title = (
+        f"Families at a small shape, random weights, {dtype}, {device}, one drawn tree; |Δ| is the largest of a node"
+    )
+    _print(titled(Table(title, headers, rows, ("layers",)), _width()))
+    return max((row["exit_code"] for row in found), key=(PASS, INCONCLUSIVE, DEFECT, USAGE).index)
 
 
 def _model_tables() -> Iterator[Table]:

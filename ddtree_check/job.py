@@ -35,6 +35,8 @@ class Job:
     draft      self, ngram or recorded:FILE, whose n-th draft belongs to the n-th prompt of the prompt file
     oracle     run the model in float64 as well
     settings   the keyword arguments of check.Settings that were chosen, but for its draft
+    verb       compare, or generate, which runs rounds alone
+    rounds     the keyword arguments of rounds.Rounds; None for no rounds;  journal  a file of finished prompts
     """
 
     model: str | None = None
@@ -49,13 +51,17 @@ class Job:
     draft: str | None = None
     oracle: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
+    verb: str = "compare"
+    rounds: Mapping[str, object] | None = None
+    journal: str | None = None
 
     def command(self) -> str:
         """The command line that runs this job."""
-        words = ["ddtree-check", "compare"]
+        words = ["ddtree-check", self.verb]
         chosen = {name: getattr(self, name) for name, default in vars(Job()).items() if getattr(self, name) != default}
         prompts = chosen.pop("only", ())
-        settings = chosen.pop("settings", {})
+        chosen.pop("verb", None)
+        settings = {**chosen.pop("settings", {}), **(chosen.pop("rounds", None) or {})}
         for name, value in (chosen | {FLAGS.get(name, name): value for name, value in settings.items()}).items():
             if value is True:
                 words.append(f"--{name}")
@@ -109,9 +115,7 @@ def run(job: Job, progress: Callable[[int, int, str], None] | None = None) -> di
     with usage_errors():
         tree = load_tree(job.tree) if job.tree else None
     drafts = _drafts(job, prompts)
-    # Threads that spin while they wait make a small model on shared cores many times slower. Read when torch starts.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with _quiet_libraries():
+    with quiet_libraries():
         return _run(job, prompts, tree, drafts, progress or (lambda *_: None))
 
 
@@ -136,6 +140,7 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
 def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     from .check import Item, Settings, check, fits
     from .engines import load_engine, loading
+    from .rounds import Rounds, attach, generate, make_record
 
     draft = {"draft": job.draft.partition(":")[0]} if job.draft else {}
     settings = Settings(**job.settings, **draft)
@@ -159,9 +164,23 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
         progress=lambda text: progress(0, len(items), text),
     )
     model = {**getattr(engine, "provenance", {}), "tokenizer": origin}
+    rounds = None
+    if job.rounds is not None:
+        rounds = Rounds(**job.rounds, stop=_stop_tokens(config, tokenizer))
+        rounds = generate(engine, items, settings, rounds, journal=job.journal, progress=progress)
+    if job.verb == "generate":
+        return make_record(engine, rounds, settings, model) | {"command": job.command()}
     oracle = engine.exact() if job.oracle else None
     record = check(engine, items, settings, oracle=oracle, model=model, progress=progress)
-    return record | {"command": job.command(), "tokens": _texts(record, tokenizer)}
+    record |= {"command": job.command(), "tokens": _texts(record, tokenizer)}
+    return record if rounds is None else attach(record, rounds)
+
+
+def _stop_tokens(config, tokenizer) -> frozenset[int]:
+    """Token ids that end a text, by the model's config and by its tokenizer."""
+    ids = getattr(config, "eos_token_id", None)
+    found = [*(ids if isinstance(ids, list) else [ids]), getattr(tokenizer, "eos_token_id", None)]
+    return frozenset(token for token in found if token is not None)
 
 
 def _tokenizer(job: Job, source: str, needed: bool):
@@ -198,8 +217,13 @@ def _texts(record: dict, tokenizer) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """No loading bars, retries or advice of the libraries amid our output; afterwards as it was."""
+def quiet_libraries() -> Iterator[None]:
+    """No loading bars, retries or advice of the libraries amid our output; afterwards as it was.
+
+    Enter it before torch is imported: threads that spin while they wait, its default, make a small model on shared
+    cores many times slower.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging as library
 

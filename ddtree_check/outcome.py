@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .case import Case
+from .commit import Accept
 from .compare import Differences
 from .verdict import Leak, ModeResult, conclude
 from .wiring import Attention, Conv, Layer, Plan, State
@@ -27,6 +28,7 @@ class Outcome:
     exact      errors [n] of ar and each mode against the float64 oracle, if there was one
     library_unforked   largest |difference| of the library's own unforked pass to ours
     batched    largest |difference| of a batched reference to one-token steps, on one path
+    accepts    the paths that were committed by force, if any were asked for
     """
 
     case: Case
@@ -40,6 +42,7 @@ class Outcome:
     library_unforked: float | None
     exact: dict[str, np.ndarray]
     batched: float | None = None
+    accepts: tuple[Accept, ...] | None = None
 
 
 def make_record(outcomes: Sequence[Outcome], layers: Sequence[Layer], settings, environment: dict, model: dict) -> dict:
@@ -50,6 +53,7 @@ def make_record(outcomes: Sequence[Outcome], layers: Sequence[Layer], settings, 
         settings.rule,
         environment["dtype"],
         settings.require,
+        [accept for outcome in outcomes for accept in outcome.accepts or ()],
     )
     cases = [_case_json(outcome) for outcome in outcomes]
     return {
@@ -139,7 +143,7 @@ def _case_json(outcome: Outcome) -> dict:
             "outside": sorted(leak.outside),
             "clean_bitwise_equal": leak.clean_equal,
         },
-        "commit": None,
+        "commit": None if outcome.accepts is None else [accept.to_json() for accept in outcome.accepts],
     }
 
 
@@ -191,6 +195,8 @@ def _coverage(layers: Sequence[Layer], outcomes: Sequence[Outcome]) -> dict:
         "accepted_two_or_more": sum(len(path) > 2 for path in paths),
         "side_branch_accepts": side,
         "rejections": sum(bool(tree.children[path[-1]]) for tree, path in zip(trees, paths, strict=True)),
+        "commits": sum(len(outcome.accepts or ()) for outcome in outcomes),
+        "commits_aside": sum(accept.aside for outcome in outcomes for accept in outcome.accepts or ()),
         "layers": _layer_kinds(layers),
     }
 

@@ -1,4 +1,4 @@
-"""Differences and their floor ─► a verdict per node, per mode and for the run. Pure data: runs nothing, prints nothing."""
+"""Differences and their floor ─► a verdict per node, per mode and for the run. Runs nothing, prints nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .compare import Differences
 
 NODE_VERDICTS = ("pass", "tie", "leak", "flip")
 MODES = ("linear", "tree_forked", "tree_unforked")
+CONTROL = "tree_unforked"
 # Worst first: what a run says of a mode is the worst that any of its cases said.
 MODE_VERDICTS = ("fail", "reference_unusable", "unsupported", "not_run", "insensitive", "known_failure", "pass")
 EXACT = ("float32", "float64")
@@ -27,8 +28,8 @@ class Rule:
     near_share     the share of those that must, by dtype; below it the run is `insensitive`
     bounds         autoregressive decoding against a full forward pass: largest max_abs / std of a row in float32 and
                    float64, largest median rms / std otherwise (a few rows may be amplified, all of them may not)
-    rounding       a multi-token pass over a chain may differ by this share of a row's std whatever its controls say: they
-                   can be exactly 0, where a full forward pass happens to run the very kernels of a decode step
+    rounding       a multi-token pass over a chain may differ by this share of a row's std whatever its controls say:
+                   they can be exactly 0, where a full forward pass happens to run the very kernels of a decode step
     """
 
     factor: float = 4.0
@@ -184,9 +185,13 @@ class Verdict:
 
 
 def conclude(
-    cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required
+    cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required, commits=()
 ) -> Verdict:
-    """From all cases to one verdict and exit code, decided by the `required` modes."""
+    """From all cases to one verdict and exit code, decided by the `required` modes.
+
+    commits: what was found of each forced accept, with `modes` (verdict and reason of each), `path`, and `expected`,
+    the modes whose wiring must leave a wrong state there.
+    """
     reasons: list[str] = []
     modes = {
         mode: min((case[mode].verdict for case in cases), key=MODE_VERDICTS.index, default="not_run") for mode in MODES
@@ -214,6 +219,21 @@ def conclude(
             first = next((case[mode] for case in cases if case[mode].verdict == modes[mode]), None)
             reasons.append(f"{mode}: {modes[mode]}" + (f" ({first.reason})" if first and first.reason else ""))
     demanded = [modes[mode] for mode in required]
+    for mode in required:
+        # A pass that is known to be wrong cannot leave a right state.
+        wrong = [c for c in commits if c.modes[mode].verdict != "pass"] if modes[mode] != "known_failure" else []
+        if wrong:
+            worst = min(wrong, key=lambda commit: MODE_VERDICTS.index(commit.modes[mode].verdict))
+            found = worst.modes[mode]
+            demanded.append(found.verdict)
+            reasons.append(
+                f"commit after {mode}: {found.verdict} for {len(wrong)} of {len(commits)} accepted paths "
+                f"(path {'-'.join(map(str, worst.path))}: {found.reason})"
+            )
+    stray = [c for c in commits if c.modes[CONTROL].verdict == "fail" and CONTROL not in c.expected]
+    if stray and CONTROL not in required:
+        sensitive = False
+        reasons.append(f"the unforked control is off: {len(stray)} commits are wrong though the law calls them clean")
     if not cases:
         reasons.append("no case was run")
         code = INCONCLUSIVE

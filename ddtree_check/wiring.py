@@ -1,7 +1,7 @@
 """Which node every channel of a tree pass reads from, and what follows from it: the leak law.
 
-The modes and every fault are Wirings. A Wiring names one rule per channel; `plan(tree)` turns the rules into indices, and
-`contaminated` follows them layer by layer to the set of nodes that cannot come out right.
+The modes and every fault are Wirings. A Wiring names one rule per channel; `plan(tree)` turns the rules into indices,
+and `contaminated` follows them layer by layer to the set of nodes that cannot come out right.
 """
 
 from __future__ import annotations

@@ -189,6 +189,16 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
         "--require tree_unforked --tree {in}/good.json",
         1,  # and so does the check go red
     ),
+    ("accept", "--accept most", "accept: got 'most', expected zero, full, first, branch, every or a path", "", 0),
+    (
+        "accept-path",
+        "--tree {in}/good.json --accept 0-3",
+        "accept: got '0-3', expected the path 0-1-3",
+        "--tree {in}/good.json --accept 0-1-3,zero",
+        0,
+    ),
+    ("rounds", "--rounds 0", "rounds: got 0, expected a number of at least 1", "", 0),
+    ("rounds-tree", "--rounds 1 --tree {in}/good.json", "rounds: got one fixed tree, expected a draft", "", 0),
     ("order", "--order up", "order: got up", "--order depth", 0),
     ("acceptance", "--acceptance 2", "acceptance: got 2.0, expected a share from 0 to 1", "--acceptance 1", 0),
     ("json-no-folder", "--json {in}/none/run.json", r"none/run.json cannot be written \(No such file", "", 0),
@@ -261,6 +271,44 @@ def test_the_embedded_default_end_to_end(tmp_path, capfd):
     assert cli.main(["tree", str(path), "--case", case]) == 0
     drawn = capfd.readouterr().out.splitlines()
     assert len(drawn) == 1 + 9 and drawn[1].endswith("[pass / pass] * +")
+
+
+GENERATE = "--rounds 3 --budget 8 --length 4"
+
+
+def test_generate_end_to_end(files, checkpoint, tmp_path, capfd):
+    """Random weights: the text must be plain decoding's all the same. The journal spares a second run its passes."""
+    path, journal = tmp_path / "rounds.json", tmp_path / "rounds.jsonl"
+    line = ["generate", "--model", str(checkpoint), "--prompts", f"{files}/good.jsonl", *GENERATE.split()]
+    line += ["--modes", "linear,tree_forked,shadow", "--plain", "1", "--journal", str(journal), "--json", str(path)]
+    code = cli.main(line)
+    out, err = capfd.readouterr()
+    record = json.loads(path.read_text())
+    assert code == record["exit_code"] and code != 1 and err == ""
+    for mode in ("linear", "tree_forked"):
+        assert record["rounds"]["summary"][mode]["off"] == 0
+        assert any(line.split()[:5] == [mode, "6", "0", "0", "2"] for line in out.splitlines()), out
+    assert out.splitlines()[-1] == f"verdict: {record['verdict']['text']}, exit code {code}"
+    assert record["command"].startswith("ddtree-check generate --model ") and "--plain 1" in record["command"]
+    written = journal.read_bytes()
+    assert len(written.splitlines()) == 3
+    assert cli.main(line) == code and capfd.readouterr().out == out and journal.read_bytes() == written
+    assert cli.main([*line, "--seed", "1"]) == 3
+    assert "belongs to a run with other settings" in capfd.readouterr().err
+    assert cli.main(["generate", "--modes", "ar"]) == 3
+    assert "modes: got ar, expected some of linear" in capfd.readouterr().err
+
+
+def test_compare_with_rounds_and_accepts_has_one_verdict(files, checkpoint, tmp_path, capfd):
+    path = tmp_path / "run.json"
+    code = cli.main(words(f"--rounds 3 --accept full,branch --json {path} --budget 8 --length 4", files, checkpoint))
+    out = capfd.readouterr().out
+    record = load_record(path)
+    assert code == record["exit_code"] and record["rounds"]["summary"]["tree_forked"]["off"] == 0
+    assert [accept["pattern"] for accept in record["cases"][0]["commit"]] == ["full", "branch"]
+    assert "Commits, against a prefill" in out and "Rounds against plain decoding" in out
+    assert "--rounds 3" in record["command"] and "--accept full,branch" in record["command"]
+    assert cli.main(["show", str(path)]) == 0 and capfd.readouterr().out == out
 
 
 def test_text_prompts_borrow_a_tokenizer_for_random_weights(files, checkpoint, tmp_path, capfd):

@@ -21,7 +21,9 @@ def test_the_support_table_is_the_generated_one(capsys, monkeypatch):
     assert table.count("\n") > 20
 
 
-@pytest.mark.parametrize("option", ["--wiring", "--oracle", "--require", "--tree", "--weights", "--budget", "--prompts"])
+@pytest.mark.parametrize(
+    "option", ["--wiring", "--oracle", "--require", "--tree", "--weights", "--budget", "--prompts"]
+)
 def test_options_that_the_readme_names_exist(option, capsys):
     assert option in README.read_text(encoding="utf-8")
     main(["compare", "--help"])

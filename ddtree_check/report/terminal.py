@@ -85,6 +85,9 @@ def blocks(record: dict) -> list[Table | str]:
     found.append(worst_table(record))
     found += leak_tables(record)
     found.append(acceptance_table(record))
+    found += commit_blocks(record)
+    if record.get("rounds"):
+        found += rounds_blocks(record["rounds"])
     found.append(remarks(record))
     return found
 
@@ -233,6 +236,101 @@ def acceptance_table(record: dict) -> Table:
     rounds = len(record["cases"])
     title = f"Acceptance over {rounds} rounds, greedy (accepted excludes root and bonus; wrong against ar)"
     return Table(title, headers, rows)
+
+
+def commit_blocks(record: dict) -> list[Table | str]:
+    """The paths that were committed by force, a line a case, and what is wrong in the modes that matter."""
+    cases = [case for case in record["cases"] if case["commit"] is not None]
+    if not cases:
+        return []
+    modes, rows = list(record["cases"][0]["modes"]), []
+    for case in cases:
+        aside = sum(accept["aside"] for accept in case["commit"])
+        counts = [_commit_count(case["commit"], mode) for mode in modes]
+        rows.append((plain(case["id"]), len(case["commit"]), aside, *counts))
+    headers = ("case", "paths", "off the first branch", *modes)
+    title = f"Commits, against a prefill of the same text ({CONTROL}: wrong where predicted)"
+    found: list[Table | str] = [Table(title, headers, rows)]
+    wrong = [
+        (case, accept, mode)
+        for case in cases
+        for accept in case["commit"]
+        for mode in accept["modes"]
+        if accept["modes"][mode]["verdict"] == "fail"
+    ]
+    required = [item for item in wrong if item[2] in record["settings"]["require"]]
+    for case, accept, mode in required[:WORST] or wrong[:1]:
+        path = "-".join(map(str, accept["path"]))
+        control = "" if required else " (the control that must fail)"
+        reason = plain(accept["modes"][mode]["reason"])
+        found.append(f"Wrong commit of {mode}{control} in {plain(case['id'])}, path {path}: {reason}")
+    return found
+
+
+def render_rounds(record: dict, width: int | None = None, quiet: bool = False) -> str:
+    """The view of a record of rounds alone."""
+    last = f"verdict: {record['verdict']['text']}, exit code {record['exit_code']}"
+    if quiet:
+        return last
+    found = [head(record), *rounds_blocks(record["rounds"])]
+    found.append("\n".join([f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]))
+    found.append(f"Again: {plain(record['command'])}")
+    parts = [titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in found if block]
+    return "\n\n".join([*parts, last])
+
+
+def rounds_blocks(rounds: dict) -> list[Table | str]:
+    """What many rounds came to in each mode, where each first left plain decoding, and what was exercised."""
+    rows, first = [], []
+    for mode, found in rounds["summary"].items():
+        accepted = found["accepted_per_round"]
+        drift = found["drift"]
+        figures = [f"{found[name]:.2f}" for name in ("ar_accepted_per_round", "moved_per_round")]
+        figures += [f"{found[name]:.2f}" for name in ("wrong_accept_per_round", "wrong_reject_per_round")]
+        texts = f"{found['same_text']} of {found['texts']}"
+        rows.append(
+            (
+                mode,
+                found["rounds"],
+                found["off"],
+                found["ties"],
+                texts,
+                f"{found['agreement']:.1%}",
+                "withheld" if accepted is None else f"{accepted:.2f}",
+                *figures,
+                number(drift["largest"]),
+            )
+        )
+        if found["first"]:
+            one = found["first"]
+            where = [one[name] for name in ("round", "position", "node", "depth")]
+            sizes = [number(one[name]) for name in ("margin", "max_abs", "floor")]
+            first.append((mode, plain(one["prompt"]), *where, *sizes, found["alarm"]))
+    headers = ("mode", "rounds", "off", "ties", "same text", "agreement", "accepted", "ar accepts", "moved")
+    headers += ("wrong accepts", "wrong rejects", "drift")
+    title = (
+        "Rounds against plain decoding of the same text (a round, without root and bonus; accepted is withheld where "
+        "the text differs; drift: largest rms error of a state / its rms)"
+    )
+    blocks: list[Table | str] = [Table(title, headers, rows, spare=("ties", "drift"))]
+    if first:
+        headers = ("mode", "prompt", "round", "token", "node", "depth", "margin", "|Δ|", "floor", "acceptance")
+        blocks.append(Table("First round off", headers, first, spare=("floor", "depth")))
+    seen = rounds["coverage"]
+    blocks.append(
+        f"Coverage: of {seen['rounds']} drafted rounds {seen['accepted_two_or_more']:.0%} accept two nodes or more and "
+        f"{seen['side_branch_accepts']:.0%} leave the first branch."
+    )
+    return blocks
+
+
+def _commit_count(accepts: Sequence[dict], mode: str) -> str:
+    """'4 pass', or how many of how many are not."""
+    verdicts = [accept["modes"][mode]["verdict"] for accept in accepts]
+    others = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts) if verdict != "pass"}
+    return ", ".join(f"{count} of {len(verdicts)} {verdict}" for verdict, count in others.items()) or (
+        f"{len(verdicts)} pass" if verdicts else "no such path"
+    )
 
 
 def remarks(record: dict) -> str:

@@ -113,6 +113,8 @@ class HybridCaches:
         held = {}
         if Attention in ops:
             held |= {name: getattr(cache.layers[layer], name)[0].transpose(0, 1).flatten(1) for name in KEYS}
+            if getattr(cache.layers[layer], "indexer_keys", None) is not None:
+                held["indexer_keys"] = cache.layers[layer].indexer_keys[0].flatten(1)
         if Conv in ops:
             windows = self.windows(cache, layer).items()
             for number, x in windows:
