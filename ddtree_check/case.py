@@ -142,6 +142,8 @@ def _prompt(data: object, name: str) -> Prompt:
 def _name(what: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{what}: id {value!r:.60}, expected a string that is not blank")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{what}: id {value!a:.60} holds half a surrogate pair, expected text")
 
 
 def _distinct(ids: Iterable[str]) -> None:

@@ -86,7 +86,14 @@ class Settings:
             check_pattern(pattern)
         if self.wiring is not None:
             with usage_errors():
-                Wiring.parse(self.wiring)
+                wrong = Wiring.parse(self.wiring)
+            read = {channel: getattr(wrong, channel) for channel in ("state", "conv", "mask", "positions")}
+            _expect(
+                "flat" in read.values(),
+                "wiring",
+                repr(self.wiring),
+                f"a wrong rule for one of {', '.join(read)}, '=flat'",
+            )
 
     @property
     def control(self) -> Wiring:

@@ -374,6 +374,8 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(f"unsupported: {error}", INCONCLUSIVE)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
+    except OSError as error:
+        return _complain(f"{error.filename or 'output'}: {error.strerror}, expected a place that can be written", USAGE)
     except Exception as error:
         if hasattr(error, "format_message"):  # the command line library's own, which would exit 2
             return _complain(error.format_message(), USAGE)
@@ -396,7 +398,7 @@ def _viewing(path: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from None
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise UsageError(f"{path}: no whole record ({type(error).__name__}: {error}); make it again") from None
 
 

@@ -19,6 +19,7 @@ from .errors import UsageError, usage_errors
 from .resources import EMBEDDED, fixtures_dir
 
 BUDGET = "16,64"
+SMALL = 100_000_000  # parameters below which a second thread costs more than it brings
 HUMANEVAL = "humaneval"
 RECORDED = "recorded:"
 FLAGS = {"budgets": "budget"}  # settings whose option has another name
@@ -165,15 +166,30 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     )
     model = {**getattr(engine, "provenance", {}), "tokenizer": origin}
     rounds = None
-    if job.rounds is not None:
-        rounds = Rounds(**job.rounds, stop=_stop_tokens(config, tokenizer))
-        rounds = generate(engine, items, settings, rounds, journal=job.journal, progress=progress)
-    if job.verb == "generate":
-        return make_record(engine, rounds, settings, model) | {"command": job.command()}
-    oracle = engine.exact() if job.oracle else None
-    record = check(engine, items, settings, oracle=oracle, model=model, progress=progress)
+    with _threads(model):
+        if job.rounds is not None:
+            rounds = Rounds(**job.rounds, stop=_stop_tokens(config, tokenizer))
+            rounds = generate(engine, items, settings, rounds, journal=job.journal, progress=progress)
+        if job.verb == "generate":
+            return make_record(engine, rounds, settings, model) | {"command": job.command()}
+        oracle = engine.exact() if job.oracle else None
+        record = check(engine, items, settings, oracle=oracle, model=model, progress=progress)
     record |= {"command": job.command(), "tokens": _texts(record, tokenizer)}
     return record if rounds is None else attach(record, rounds)
+
+
+@contextlib.contextmanager
+def _threads(model: Mapping[str, object]) -> Iterator[None]:
+    """One thread for a small model, unless the caller chose: threads wait through its many small steps."""
+    import torch
+
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ and int(model.get("parameters", SMALL)) < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _stop_tokens(config, tokenizer) -> frozenset[int]:

@@ -60,7 +60,8 @@ def excuse(cases: Sequence[dict[str, ModeResult]], known: Sequence[KnownFailure]
     cases = [dict(case) for case in cases]
     for entry in known:
         judged = [case for case in cases if entry.mode in case and case[entry.mode].verdict in ("pass", "fail")]
-        fails = [case for case in judged if case[entry.mode].verdict == "fail"]
+        fails = [case for case in judged if case[entry.mode].verdict == "fail" and case[entry.mode].finite]
+        judged = [case for case in judged if case[entry.mode].verdict == "pass"]
         for case in fails or judged:
             result = case[entry.mode]
             if fails:

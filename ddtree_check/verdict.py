@@ -104,6 +104,7 @@ class ModeResult:
     verdict: str
     verdicts: tuple[str, ...] = ()
     reason: str | None = None
+    finite: bool = True  # false if a node's difference is NaN or inf, which no known failure explains
 
     def count(self, name: str) -> int:
         return self.verdicts.count(name)
@@ -116,7 +117,8 @@ def judge_linear(differences: Differences, floor: np.ndarray, problem: str | Non
     bad = beyond(verdicts)
     if not bad:
         return ModeResult("pass", verdicts)
-    return ModeResult("fail", verdicts, f"{len(bad)} nodes beyond the floor, first node {bad[0]}")
+    finite = bool(np.isfinite(differences.max_abs).all())
+    return ModeResult("fail", verdicts, f"{len(bad)} nodes beyond the floor, first node {bad[0]}", finite)
 
 
 def judge_forked(differences: Differences, floor: np.ndarray | None, expected: frozenset[int], problem: str | None):
@@ -196,8 +198,14 @@ def conclude(
     modes = {
         mode: min((case[mode].verdict for case in cases), key=MODE_VERDICTS.index, default="not_run") for mode in MODES
     }
-    near = sum(len(leak.near) for leak in leaks)
-    moved = near - sum(len(leak.still) for leak in leaks)
+    # Only what was judged can be sensitive or not: an unusable reference says nothing of the model.
+    judged = [
+        leak
+        for case, leak in zip(cases, leaks, strict=True)
+        if case[CONTROL].verdict in ("fail", "insensitive", "pass")
+    ]
+    near = sum(len(leak.near) for leak in judged)
+    moved = near - sum(len(leak.still) for leak in judged)
     sensitive: bool | None = None
     if near:
         needed = rule.near_share[dtype]
@@ -240,6 +248,9 @@ def conclude(
     elif "fail" in demanded:
         code = DEFECT
     elif any(verdict not in ("pass", "known_failure") for verdict in demanded) or sensitive is False:
+        code = INCONCLUSIVE
+    elif "pass" not in demanded:
+        reasons.append("every required mode is a known failure, which leaves nothing that was proven")
         code = INCONCLUSIVE
     elif modes["tree_unforked"] in ("not_run", "unsupported"):
         reasons.append(

@@ -244,3 +244,10 @@ def test_a_bad_prompt_file_is_named(tmp_path, name, content, message):
 def test_a_missing_prompt_file_is_named(tmp_path, name):
     with pytest.raises(ValueError, match="expected a readable file"):
         load_prompts(tmp_path / name)
+
+
+def test_an_id_is_text(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": "a\\ud800b", "token_ids": [5]}', encoding="utf-8")
+    with pytest.raises(ValueError, match="half a surrogate pair"):
+        load_prompts(path)

@@ -318,6 +318,9 @@ def test_one_channel_can_be_the_control(wiring):
     assert record["settings"]["wiring"] == wiring and record["floor"]["library_unforked"] is None
     with pytest.raises(UsageError, match="state='sideways'"):
         replace(SETTINGS, wiring="state=sideways")
+    for empty in ("state=tree", "commit=flat"):  # a control that reads nothing wrong would prove nothing
+        with pytest.raises(UsageError, match="expected a wrong rule"):
+            replace(SETTINGS, wiring=empty)
 
 
 def test_an_oracle_gives_every_mode_an_error_and_finds_the_outlier():

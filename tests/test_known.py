@@ -59,3 +59,9 @@ def test_missing_keys_are_named(tmp_path):
     path.write_text('[[failure]]\nid = "x"\n')
     with pytest.raises(ValueError, match="entry 1 has id; expected cause"):
         load_known(path)
+
+
+def test_a_failure_that_is_not_finite_is_not_excused():
+    nan = {"linear": ModeResult("fail", ("flip",), "nan", finite=False), "tree_forked": ModeResult("pass")}
+    assert excuse([nan], [ENTRY])[0]["linear"].verdict == "fail"
+    assert [c["linear"].verdict for c in excuse([nan, case("fail")], [ENTRY])] == ["fail", "known_failure"]

@@ -220,3 +220,13 @@ def test_dtypes_by_name(given, dtype):
 def test_bad_settings(call, says):
     with pytest.raises(UsageError, match=says):
         call()
+
+
+def test_a_built_in_shape_asks_nobody(monkeypatch):
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda *_: pytest.fail("asked for a file"))
+    assert loading.load_config("qwen3.6-27b", "Qwen/Qwen3.6-27B", "random").hidden_size == 5120
+
+
+def test_an_empty_name_is_no_name():
+    with pytest.raises(UsageError, match="expected a name, a path or a hub id"):
+        loading.resolve(" ")

@@ -153,3 +153,21 @@ def test_how_many_near_nodes_must_move_depends_on_the_dtype(dtype, code):
 def test_the_worst_case_speaks_for_its_mode():
     verdict = conclude([run(), run(forked="fail"), run()], [leak()] * 3, RULE, "float32", DEFAULT)
     assert verdict.modes == {"linear": "pass", "tree_forked": "fail", "tree_unforked": "fail"}
+
+
+def test_only_known_failures_prove_nothing():
+    assert conclude([run("known_failure")], [leak()], RULE, "float32", DEFAULT).exit_code == 0
+    verdict = conclude([run("known_failure")], [leak()], RULE, "float32", ("linear",))
+    assert verdict.exit_code == 2 and "nothing that was proven" in verdict.reasons[-1]
+
+
+def test_an_unusable_reference_says_nothing_of_the_models_sensitivity():
+    case = run("reference_unusable", "reference_unusable", "reference_unusable")
+    verdict = conclude([case], [leak(moved=())], RULE, "float32", DEFAULT)
+    assert verdict.exit_code == 2 and verdict.sensitive is None
+    assert not any("insensitive" in reason for reason in verdict.reasons)
+
+
+def test_a_failure_that_is_not_finite_says_so():
+    assert judge_linear(differences([1.0]), np.array([1e-3]), None).finite
+    assert not judge_linear(differences([np.nan]), np.array([1e-3]), None).finite

@@ -31,6 +31,8 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float
 
 def resolve(name: str | None) -> str:
     """A model name as something that can be loaded: the embedded model's path, an alias' hub id, a path or a hub id."""
+    if name is not None and not name.strip():
+        raise UsageError(f"model: got {name!r}, expected a name, a path or a hub id")
     if name is None or name == EMBEDDED:
         return str(fixtures_dir() / "models" / EMBEDDED)
     if name.lower() in ALIASES:
@@ -122,12 +124,12 @@ def _has_experts(config) -> bool:
 def load_config(name: str | None, source: str, weights: str = "real"):
     """The model's configuration; for random weights an alias' built-in shape will do."""
     alias = ALIASES.get((name or "").lower())
+    if weights == "random" and alias and alias.shape:  # no need to ask the hub
+        shape = dict(alias.shape)
+        return AutoConfig.for_model(shape.pop("model_type"), **shape)
     try:
         return AutoConfig.from_pretrained(source)
     except Exception as error:
-        if weights == "random" and alias and alias.shape:
-            shape = dict(alias.shape)
-            return AutoConfig.for_model(shape.pop("model_type"), **shape)
         if (Path(source) / "config.json").exists():
             raise UsageError(
                 f"model: {source} cannot be read ({_line(error)}); expected a transformers checkpoint"
@@ -136,10 +138,17 @@ def load_config(name: str | None, source: str, weights: str = "real"):
 
 
 def missing_weights(name: str, source: str, error: Exception) -> UsageError:
-    known = f" (known names: {', '.join(ALIASES)})" if source == name else f" ({source})"
+    ways = "give --model the path of a checkpoint folder, or take --weights random"
+    if Path(source).is_absolute() or Path(source).exists():
+        cause = (
+            "is not there" if not Path(source).exists() else "holds no checkpoint (config.json and safetensors files)"
+        )
+        return UsageError(f"model: {source} {cause}. Three ways on: download one into a folder, {ways}")
+    where = f"{name!r}" if source == name else f"{name!r} ({source})"
+    cause = "it is neither a name that `ddtree-check models` lists, a folder nor" if source == name else "it is not"
     return UsageError(
-        f"model: no weights for {name!r}{known}: {_line(error)}. Three ways on: download it "
-        f"(hf download {source}), give --model the path of a checkpoint folder, or take --weights random"
+        f"model: no weights for {where} here: {cause} in the hub's cache, and the hub did not give it "
+        f"({type(error).__name__}). Three ways on: download it (hf download {source}), {ways}"
     )
 
 

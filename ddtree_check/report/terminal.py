@@ -349,7 +349,7 @@ def remarks(record: dict) -> str:
         f"{seen['contaminated']} contaminated; {seen['near_moved']} of {seen['near']} near a skip edge moved; rounds "
         f"with two or more accepted {seen['accepted_two_or_more']}, off the first branch "
         f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}.",
-        f"Leakage: if the states were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
+        f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
         f"tokens and {leak['flipped']} would choose another token (median KL {number(leak['median_kl'])} nats); "
         f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly, and "
         f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens.",
@@ -368,7 +368,9 @@ def remarks(record: dict) -> str:
 
 def verdict_line(record: dict) -> str:
     modes = ", ".join(f"{mode} {record['verdict']['modes'][mode]}" for mode in record["settings"]["require"])
-    return f"verdict: {record['verdict']['text']} ({modes}), exit code {record['exit_code']}"
+    # A pass on a chain, or on a model without a recurrence, says nothing about forking.
+    empty = "; nothing to leak here, no fork was exercised" if record["verdict"]["sensitive"] is None else ""
+    return f"verdict: {record['verdict']['text']} ({modes}{empty}), exit code {record['exit_code']}"
 
 
 def find_case(record: dict, name: str) -> dict:
