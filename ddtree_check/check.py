@@ -34,7 +34,7 @@ from .verdict import (
     judge_unforked,
     reference_problem,
 )
-from .wiring import FORKED, UNFORKED, Conv, State, Wiring, contaminated
+from .wiring import FORKED, UNFORKED, Conv, State, Wiring, contaminated, reads
 
 DRAFTS = ("self", "ngram", "recorded")
 LENGTH = 15  # positions of a draft block of 16
@@ -181,7 +181,7 @@ def _check_case(
     linear, _, exact_linear = chain_run(engine, prefix, tree, reference, forked=False, exact=exact)
     # Without a recurrence the engine's own pass and its tree path are the same pass.
     chain, measured = linear, np.ones(len(tree), dtype=bool)
-    if any(isinstance(op, (Conv, State)) for layer in engine.layers for branch in layer.branches for op in branch):
+    if reads(engine.layers, Conv, State):
         chain, measured, _ = chain_run(engine, prefix, tree, reference, forked=True, limit=settings.controls)
     errors = {"ar": absolute(exact, reference), "linear": exact_linear}
     logits = engine.verify(prefix, tree, FORKED).logits
@@ -209,7 +209,7 @@ def _check_case(
     chain_errors = _extended(chain.max_abs, measured)
     trusted += [] if any(measured[node] for node in chain_bad) else [chain_errors]
     floor, control_floor = (rule.floor(trusted, found.ulp) if trusted else None for found in (forked, unforked))
-    results["tree_forked"] = judge_forked(forked, floor, contaminated(FORKED.plan(tree), engine.layers), problem)
+    results["tree_forked"] = judge_forked(forked, floor, problem)
     moved = beyond(judge(unforked, control_floor)) if trusted else ()
     near = {node for node in dirty if (steps := plan.rows_since_skip(node)) is not None and steps <= rule.near_rows}
     leak = Leak(dirty, frozenset(near), frozenset(moved), equal)
@@ -282,11 +282,20 @@ def _marginals(engine, prefix, item: Item, settings: Settings, root: int) -> np.
         logits, prefix = engine.step(prefix, token)
         rows.append(logits.double().cpu().numpy())
         token = int(logits.argmax())
+    return stand_in(np.stack(rows), settings, item.id)
+
+
+def stand_in(rows: np.ndarray, settings: Settings, prompt: str, *place: int) -> np.ndarray:
+    """The `self` draft from the target's own logits [L, vocabulary]; its errors are drawn for this prompt and place.
+
+    Raises Unsupported for logits that are not all finite.
+    """
     if not np.isfinite(rows).all():
-        raise Unsupported(f"prompt {item.id}: the model's logits are not all finite; try another --dtype")
-    digest = hashlib.blake2b(f"{settings.seed} {item.id}".encode(), digest_size=4).digest()
+        raise Unsupported(f"prompt {prompt}: the model's logits are not all finite; try another --dtype")
+    key = " ".join(map(str, (settings.seed, prompt, *place)))
+    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
     share = settings.acceptance  # a drafter is taken to be as sure as it is right
-    return self_marginals(np.stack(rows), share, int.from_bytes(digest, "big"), sureness=share)
+    return self_marginals(rows, share, int.from_bytes(digest, "big"), sureness=share)
 
 
 def fits(item: Item, settings: Settings, vocab_size: int, max_length: int | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from .case import Case
 from .commit import Accept
 from .compare import Differences
-from .verdict import Leak, ModeResult, conclude
+from .verdict import NODE_VERDICTS, Leak, ModeResult, conclude
 from .wiring import Attention, Conv, Layer, Plan, State
 
 SCHEMA = "ddtree-check/1"
@@ -127,7 +127,7 @@ def _case_json(outcome: Outcome) -> dict:
             "verdict": result.verdict,
             "reason": result.reason,
             "nodes": len(tree),
-            **{name: result.count(name) for name in ("pass", "tie", "leak", "flip")},
+            **{name: result.count(name) for name in NODE_VERDICTS},
             "max_abs": _number(np.max(error)),
             "median_abs": _number(np.median(error)),
         }

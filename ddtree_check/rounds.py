@@ -8,7 +8,6 @@ tree, long after the texts have parted.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,21 +19,20 @@ import torch
 
 from . import __version__
 from .accept import Accepted, compare_walks, greedy_walk
-from .check import Item, Settings
+from .check import Item, Settings, stand_in
 from .commit import compare_contents
 from .compare import measure
-from .draft import Marginals, best_first, ngram_marginals, self_marginals
-from .errors import Unsupported, UsageError
+from .draft import Marginals, best_first, ngram_marginals
+from .errors import UsageError
 from .files import parse_json
 from .known import load_known
 from .noise import padded_chain
 from .tree import DraftTree
-from .wiring import FORKED, UNFORKED, Conv, State, Wiring
+from .verdict import CONTROL, TEXTS
+from .wiring import FORKED, UNFORKED, Conv, State, Wiring, reads
 
 SCHEMA = "ddtree-check/rounds/1"
-TEXTS = ("pass", "fail", "inconclusive")  # by exit code
 SHADOW = "shadow"
-CONTROL = "tree_unforked"
 DEEP, ASIDE = 0.3, 0.1  # shares of rounds that must accept two nodes or more, and leave the first branch
 
 
@@ -269,11 +267,7 @@ class _Run:
             table = ngram_marginals((*self.item.tokens, *self.text), depth, self.engine.vocab_size)
         elif settings.draft == "self" and self.item.tree is None and self.item.recorded is None:
             rows = torch.stack([self.ahead.row(k) for k in range(depth)]).double().cpu().numpy()
-            if not np.isfinite(rows).all():
-                raise Unsupported(f"prompt {self.item.id}: the model's logits are not all finite; try another --dtype")
-            digest = hashlib.blake2b(f"{settings.seed} {self.item.id} {number}".encode(), digest_size=4).digest()
-            share = settings.acceptance
-            table = self_marginals(rows, share, int.from_bytes(digest, "big"), sureness=share)
+            table = stand_in(rows, settings, self.item.id, number)
         else:
             raise UsageError("rounds: got one fixed tree, expected a draft that goes on: self, ngram or marginals")
         tree = best_first(table, settings.budgets[0], root=root)
@@ -366,8 +360,12 @@ def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, lay
                 f"margin {margin})"
             )
             defect |= mode not in known
-    recurrent = any(isinstance(op, (Conv, State)) for layer in layers for branch in layer.branches for op in branch)
-    if recurrent and CONTROL in summary and CONTROL not in settings.require and not summary[CONTROL]["off"]:
+    if (
+        reads(layers, Conv, State)
+        and CONTROL in summary
+        and CONTROL not in settings.require
+        and not summary[CONTROL]["off"]
+    ):
         reasons.append(f"rounds: insensitive: {CONTROL} never left plain decoding, so that forked did not says little")
         open_ = True
     for name, least, what in (

@@ -180,6 +180,11 @@ class Layer(NamedTuple):
     branches: tuple[tuple[Conv | State | Attention, ...], ...]
 
 
+def reads(layers: Sequence[Layer], *kinds: type) -> bool:
+    """Whether any layer reads across rows in one of these ways, such as `Conv, State`: the recurrent ones."""
+    return any(isinstance(op, kinds) for layer in layers for branch in layer.branches for op in branch)
+
+
 def contaminated(plan: Plan, layers: Sequence[Layer]) -> frozenset[int]:
     """Nodes whose output must differ from the right one, in exact arithmetic and barring coincidences.
 

@@ -23,7 +23,7 @@ from ..errors import Unsupported, UsageError
 from ..families import Family, find_family
 from ..mixers import causal_conv
 from ..tree import DraftTree
-from ..wiring import FORKED, Attention, Layer, Plan, Wiring
+from ..wiring import FORKED, Attention, Layer, Plan, Wiring, reads
 from . import loading
 from .adapters import ADAPTERS, Swap
 from .adapters.caches import CACHES
@@ -89,8 +89,7 @@ class TransformersEngine:
         attention = self.config._attn_implementation
         if attention not in ("sdpa", "eager"):
             raise Unsupported(f"attention {attention!r} takes no tree mask; load the model with 'sdpa' or 'eager'")
-        attends = any(isinstance(op, Attention) for layer in self.layers for branch in layer.branches for op in branch)
-        if attends and self.dtype == torch.float64 and attention != "sdpa":
+        if reads(self.layers, Attention) and self.dtype == torch.float64 and attention != "sdpa":
             raise Unsupported("float64 needs attention 'sdpa': the eager softmax is float32")
 
     @classmethod
