@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_check import cli
+from ddtree_check.commands import output
 from ddtree_check.report.record import load_record, write_record
 from tests import tiny
 from tests.tiny import CONTEXT, VOCAB, break_forked, hand_record
@@ -370,7 +371,7 @@ def test_a_record_without_its_inside_is_refused(saved, tmp_path, capfd):
 
 def test_the_exit_code_is_the_records(monkeypatch, capfd):
     for record, code in ((hand_record("a/3"), 0), (break_forked(hand_record("a/3")), 1)):
-        monkeypatch.setattr(cli, "run", lambda job, progress, record=record: record)
+        monkeypatch.setattr(output, "run", lambda job, progress, record=record: record)
         assert cli.main(["compare"]) == code
         assert capfd.readouterr().out.splitlines()[-1].endswith(f"exit code {code}")
 
@@ -379,7 +380,7 @@ def test_ctrl_c_keeps_the_old_file(saved, monkeypatch, capfd):
     def interrupted(job, progress):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run", interrupted)
+    monkeypatch.setattr(output, "run", interrupted)
     assert cli.main(["compare", "--json", saved]) == 130
     assert capfd.readouterr().err.splitlines()[-1] == "ddtree-check: interrupted"
     assert load_record(saved) == hand_record("a/3")
@@ -390,7 +391,7 @@ def test_our_own_slips_do_not_read_as_a_defect(monkeypatch, capfd):
     def slip(job, progress):
         raise RuntimeError("slip")
 
-    monkeypatch.setattr(cli, "run", slip)
+    monkeypatch.setattr(output, "run", slip)
     assert cli.main(["compare"]) == 3
     err = capfd.readouterr().err
     assert "Traceback" in err and err.splitlines()[-1].startswith("ddtree-check: internal error: RuntimeError; please")

@@ -41,6 +41,7 @@ ORDER = (  # each may import what stands before it; a row is a set of siblings t
     ("survey",),
     ("job",),
     ("report",),
+    ("commands",),
     ("cli", "pytest_plugin"),
     ("__main__",),
 )
@@ -57,6 +58,7 @@ WITHOUT_TORCH = (
     "accept",
     "job",
     "report",
+    "commands",
     "cli",
     "pytest_plugin",
 )
