@@ -1,5 +1,7 @@
 # make compare   the main job on the embedded model; ARGS="--budget 16 --json reports/run.json" is passed on
 # make test      ruff, then the tests; ARGS="-k tree" is passed to pytest
+# make test-kernels   SGLang's own kernels from its wheel (in .kernels/), without a GPU; ARGS="-k gdn" is passed to pytest
+# make test-browser   the HTML report in a headless Chromium (Debian: apt-get install chromium)
 # Both set up .venv first, once. PYTHON=python3.12 picks the interpreter; constraints.txt says how to get a CPU torch.
 # make itself exits 2 on any failure; "Error N" in its last line is the command's own exit code.
 
@@ -7,11 +9,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ddtree-check
+KERNELS := .kernels
 WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test lint bench clean
+.PHONY: help setup compare test test-browser test-kernels lint bench clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -24,6 +27,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@# Without what it pins: its classes need torch and transformers alone. The tests hold our reading of its form to them.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps dflash || echo "no package dflash: tests/test_dflash.py will say what it skips"
 	@touch $@
 
 compare: $(STAMP)
@@ -37,6 +42,19 @@ lint: $(STAMP)
 test: lint
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(ARGS)
 
+# In a folder of their own, so that a wheel that is missing or does not fit never breaks `make test`.
+$(KERNELS)/.installed: constraints-kernels.txt | $(STAMP)
+	@echo "setting up $(KERNELS)"
+	@rm -rf $(KERNELS)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(KERNELS) -r constraints-kernels.txt
+	@touch $@
+
+test-kernels: $(STAMP) $(KERNELS)/.installed
+	@PYTHONPATH=$(KERNELS) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m sglang --durations 5 tests/sglang/test_kernels.py $(ARGS)
+
+test-browser: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser/suite.py $(ARGS)
+
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do \
 		test -e "$$file" || { echo "make bench: no script in benchmarks/"; exit 1; }; \
@@ -44,5 +62,5 @@ bench: $(STAMP)
 	done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find ddtree_check tests benchmarks fixtures -name __pycache__ -type d -prune -exec rm -rf {} +
