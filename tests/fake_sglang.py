@@ -1,0 +1,184 @@
+"""The few objects of SGLang that the recorder meets, by their own names, around a model of ours or random logits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Space
+
+import numpy as np
+import torch
+
+from ddtree_check.formats import to_links
+from ddtree_check.recorder import DRAFT, FORWARD, RUN, SAMPLE, install
+from ddtree_check.scripted import drafts
+from ddtree_check.tree import DraftTree
+from ddtree_check.wiring import FORKED
+from tests.models import VOCAB
+
+
+class Mode:
+    def __init__(self, verify: bool):
+        self.verify = verify
+
+    def is_target_verify(self) -> bool:
+        return self.verify
+
+
+class Request:
+    def __init__(self, rid: str, prompt, output):
+        self.rid, self.origin_input_ids, self.output_ids = rid, list(prompt), list(output)
+        self.done = False
+
+    def finished(self) -> bool:
+        return self.done
+
+
+class Server:
+    """Serves requests by trees: `propose` (request) gives each one's tree, `logits` (context, tree) the verify's rows.
+
+    wiring: what an engine of ours verifies with; gate: SGLang's topk; told: what the recurrent layers are given in
+    place of the tree's own links; late: results reach the requests one step later, as overlap has it.
+    """
+
+    def __init__(self, options, script=None, *, engine=None, wiring=FORKED, rows=12, gate=8, told=None, late=False,
+                 file=None, vocab=None, missing=()):  # fmt: skip
+        self.hooks = {}
+        install(options, script, lambda *hook: self._register(*hook, missing), file)
+        self.engine, self.wiring, self.rows, self.told, self.late = engine, wiring, rows, told, late
+        self.vocab = vocab or (engine.vocab_size if engine else VOCAB)
+        self.backend = Space(topk=gate, forward_metadata=None)
+        args = Space(model_path="tiny", speculative_algorithm="NGRAM", speculative_eagle_topk=gate)
+        self.runner = Space(
+            attn_backend=Space(linear_attn_backend=self.backend),
+            dtype=getattr(engine, "dtype", torch.float32),
+            server_args=args,
+            model_config=Space(vocab_size=self.vocab, hf_config=Space(model_type="qwen3_5_text")),
+            spec_algorithm=Space(name="NGRAM"),
+        )
+        self.worker = Space(model_runner=self.runner, ps=Space(tp_rank=0), draft_token_num=rows, enable_overlap=late)
+        self.served, self._owed = 0, []
+        self.rng = np.random.default_rng(0)
+
+    def _register(self, target, hook, kind, missing) -> bool:
+        if target not in missing:
+            self.hooks[target] = hook
+        return target not in missing
+
+    @property
+    def recorder(self):
+        return self.hooks[RUN].__self__
+
+    def begin(self, rid, prompt) -> Request:
+        """After its prefill: one token is out."""
+        first = int(self.engine.prefill(prompt).logits.argmax()) if self.engine else int(self.rng.integers(self.vocab))
+        return Request(rid, prompt, [first])
+
+    def step(self, reqs, propose, *, verify=True):
+        batch = Space(reqs=reqs, forward_mode=Mode(verify), grammar_needs_sync=lambda: False)
+        self._batch_propose = propose
+        if RUN in self.hooks:
+            return self.hooks[RUN](lambda scheduler, batch: self._run(batch), self, batch)
+        return self._run(batch)
+
+    def _context(self, req):
+        return [*req.origin_input_ids, *req.output_ids, *next((new for r, new in self._owed if r is req), [])]
+
+    def _run(self, batch):
+        reqs, n = batch.reqs, self.rows
+        contexts = [self._context(req) for req in reqs]
+        proposed = [self._batch_propose(context) for context in contexts]
+        tokens, mask = np.zeros(len(reqs) * n, np.int64), np.zeros(len(reqs) * n * n, np.int64)
+        drafts(proposed, tokens, mask, n)
+        self.worker.prev_accept_lens = [len(new) for _, new in self._owed] or [0] * len(reqs)
+        self.worker.prev_token_ids = [t for _, new in self._owed for t in (*new, *[0] * (n - len(new)))]
+        if DRAFT in self.hooks:
+            self.hooks[DRAFT]((tokens, mask), self.worker, batch)
+        mask = mask.reshape(-1, n, n)
+        trees, links = [], []
+        for at in range(len(reqs)):
+            parents = [-1, *(int(np.flatnonzero(row[:place])[-1]) for place, row in enumerate(mask[at]) if place)]
+            tree = padded(tokens[at * n : (at + 1) * n].tolist(), parents)
+            trees.append(tree[0])
+            links.append(tree[1])
+        self.trees = trees
+        rows = torch.cat([self._rows(context, tree) for context, tree in zip(contexts, trees, strict=True)])
+        lengths = [len(context) - 1 for context in contexts]
+        full = [np.concatenate([np.ones((n, p), bool), m.astype(bool)], 1) for p, m in zip(lengths, mask, strict=True)]
+        batch.seq_lens = torch.tensor(lengths)
+        batch.seq_lens_cpu = batch.seq_lens
+        batch.spec_info = spec = Space(
+            draft_token=torch.from_numpy(tokens),
+            draft_token_num=n,
+            positions=torch.tensor([p + int(row.sum()) - 1 for p, m in zip(lengths, mask, strict=True) for row in m]),
+            custom_mask=torch.from_numpy(np.concatenate([m.ravel() for m in full])),
+            retrieve_next_token=torch.from_numpy(np.stack([link[0] for link in links])),
+            retrieve_next_sibling=torch.from_numpy(np.stack([link[1] for link in links])),
+        )
+        told = np.stack([link[2] for link in links])
+        if self.told is not None:
+            told = self.told(told)
+        open_ = self.backend.topk > 1
+        self.backend.forward_metadata = Space(
+            mamba_cache_indices=torch.arange(3, 3 + len(reqs), dtype=torch.int32),
+            retrieve_next_token=spec.retrieve_next_token if open_ else None,
+            retrieve_next_sibling=spec.retrieve_next_sibling if open_ else None,
+            retrieve_parent_token=torch.from_numpy(told) if open_ else None,
+        )
+        result = Space(logits_output=Space(next_token_logits=rows), can_run_cuda_graph=False)
+        if FORWARD in self.hooks:
+            self.hooks[FORWARD](result, self.worker, batch, is_verify=True)
+        if not batch.forward_mode.is_target_verify():
+            return result
+        rows[:, 0] -= 100.0  # a penalty, in place, as SGLang's sampler adds it
+        best = rows.argmax(-1)
+        index, lens = torch.full((len(reqs), n), -1, dtype=torch.int32), torch.zeros(len(reqs), dtype=torch.int32)
+        news = []
+        for at, tree in enumerate(trees):
+            path = [0]
+            while True:
+                token = int(best[at * n + path[-1]])
+                child = next((c for c in tree.children[path[-1]] if tree.tokens[c] == token), None)
+                if child is None:
+                    break
+                path.append(child)
+            index[at, : len(path)] = torch.tensor([at * n + node for node in path])
+            lens[at] = len(path)
+            news.append([int(best[at * n + node]) for node in path])
+        if SAMPLE in self.hooks:
+            self.hooks[SAMPLE]((best.to(torch.int32), lens, index), spec, batch, result.logits_output)
+        flat = torch.tensor([[*new, *[0] * (n - len(new))] for new in news]).flatten()
+        result.accept_lens, result.next_token_ids = lens, flat
+        for owner, new in self._owed:
+            owner.output_ids += new
+        self._owed = list(zip(reqs, news, strict=True))
+        if not self.late:
+            for owner, new in self._owed:
+                owner.output_ids += new
+            self._owed = []
+        self.served += sum(map(len, news))
+        return result
+
+    def settle(self):
+        for owner, new in self._owed:
+            owner.output_ids += new
+        self._owed = []
+
+    def _rows(self, context, tree):
+        """Logits [rows, vocabulary]; rows past the tree's hold what they hold."""
+        rest = torch.randn(self.rows - len(tree), self.vocab) * 50
+        if self.engine is None:
+            return torch.cat([torch.randn(len(tree), self.vocab), rest])
+        found = self.engine.verify(self.engine.prefill(context[:-1]), tree, self.wiring).logits.float()
+        return torch.cat([found, rest])
+
+
+def padded(tokens, parents):
+    """The tree without its padding (children of the root with token 0 at the end), and links of all rows."""
+    keep = len(tokens)
+    while keep > 1 and tokens[keep - 1] == 0 and parents[keep - 1] == 0 and (tokens[:keep - 1], parents) and any(
+        tokens[row] == 0 and parents[row] == 0 for row in range(1, keep - 1)
+    ):  # fmt: skip
+        keep -= 1
+    tree = DraftTree(tuple(tokens[:keep]), tuple(parents[:keep]))
+    # SGLang links padding like any other child of the root.
+    links = to_links(DraftTree((None, *range(1, len(tokens))), tuple(parents)))
+    return tree, (links.next_token, links.next_sibling, np.array([0, *parents[1:]]))
