@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import UsageError
 
 KINDS = ("per_request", "total", "sizes")
+SCHEMA = "ddtree-check/plan/1"
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A buffer that is too small. `request` is None where all requests share it."""
+class Need:
+    """Rows that a buffer must hold. `request` is None where all `requests` share it."""
 
     buffer: str
     request: str | None
     needed: int
     reserved: int
-    hint: str = ""
+    requests: int = 1
+
+    @property
+    def short(self) -> bool:
+        return self.needed > self.reserved
+
+    @property
+    def hint(self) -> str:
+        return "one row short for each request: its root" if self.needed - self.reserved == self.requests else ""
 
     def __str__(self) -> str:
         who = f"request {self.request} needs" if self.request is not None else "the batch needs"
@@ -27,8 +36,13 @@ class Problem:
         )
 
 
-def plan(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object]]) -> list[Problem]:
-    """What does not fit, without a forward pass; an empty list if all does.
+def plan(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object]]) -> list[Need]:
+    """What does not fit, without a forward pass; an empty list if all does. See `needs`."""
+    return [need for need in needs(requests, reserved) if need.short]
+
+
+def needs(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object]]) -> list[Need]:
+    """Rows needed and reserved, buffer by buffer, and request by request where each has its own.
 
     requests: the draft budget of each request, by its id. reserved: what the engine says that it sets aside, by buffer
     (key and value slots, state slots, convolution windows ...), each with one of
@@ -38,6 +52,8 @@ def plan(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object
     Raises UsageError for budgets or rows that are no numbers of at least 0, and for a buffer of another form.
     """
     needed = {name: _rows(f"request {name}: budget", budget) + 1 for name, budget in requests.items()}
+    if not isinstance(reserved, Mapping):
+        raise UsageError(f"plan: reserved is {reserved!r:.60}, expected an object with a buffer a key")
     batch, found = sum(needed.values()), []
     for buffer, form in reserved.items():
         if not isinstance(form, Mapping) or len(form) != 1 or next(iter(form)) not in KINDS:
@@ -45,21 +61,41 @@ def plan(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object
         ((kind, value),) = form.items()
         if kind == "per_request":
             rows = _rows(f"{buffer}: per_request", value)
-            hint = _hint(rows, max(needed.values(), default=0), 1)
-            found += [Problem(buffer, name, want, rows, hint) for name, want in needed.items() if want > rows]
+            found += [Need(buffer, name, want, rows) for name, want in needed.items()]
             continue
         if kind == "sizes":
             if not isinstance(value, (list, tuple)) or not value:
                 raise UsageError(f"plan: {buffer}: sizes is {value!r:.60}, expected a list of numbers")
             value = max(_rows(f"{buffer}: sizes", size) for size in value)
-        rows = _rows(f"{buffer}: {kind}", value)
-        if batch > rows:
-            found.append(Problem(buffer, None, batch, rows, _hint(rows, batch, len(needed))))
+        found.append(Need(buffer, None, batch, _rows(f"{buffer}: {kind}", value), len(needed)))
     return found
 
 
-def _hint(rows: int, needed: int, requests: int) -> str:
-    return "one row short for each request: its root" if needed - rows == requests else ""
+def parse_reserved(text: str) -> dict[str, dict[str, object]]:
+    """Reads 'kv=total:256,state=16,graph=sizes:17/64'; a number alone is rows for each request.
+
+    Raises UsageError naming the part.
+    """
+    found: dict[str, dict[str, object]] = {}
+    for part in text.split(","):
+        buffer, equals, value = (piece.strip() for piece in part.partition("="))
+        kind, colon, rows = value.partition(":")
+        kind, rows = (kind, rows) if colon else ("per_request", value)
+        numbers = rows.split("/") if kind == "sizes" else [rows]
+        if not buffer or not equals or kind not in KINDS or not all(n.isascii() and n.isdecimal() for n in numbers):
+            raise UsageError(
+                f"reserved: got {part.strip()!r:.60}, expected BUFFER=ROWS for each request, BUFFER=total:ROWS, "
+                "BUFFER=sizes:ROWS/ROWS, or a .json file"
+            )
+        if buffer in found:
+            raise UsageError(f"reserved: got {buffer!r:.60} twice, expected each buffer once")
+        found[buffer] = {kind: [int(n) for n in numbers] if kind == "sizes" else int(rows)}
+    return found
+
+
+def batches(budgets: Sequence[int], sizes: Sequence[int]) -> list[dict[str, int]]:
+    """A batch of each size: its requests, numbered from 1, take the budgets by turns."""
+    return [{str(place + 1): budgets[place % len(budgets)] for place in range(size)} for size in sizes]
 
 
 def _rows(what: str, value: object) -> int:

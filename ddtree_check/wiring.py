@@ -154,6 +154,25 @@ class Plan:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class Plans:
+    """The plans of several requests in one pass, on trees of as many rows each. `tree` is the first's, for its size."""
+
+    requests: tuple[Plan, ...]
+
+    @property
+    def tree(self) -> DraftTree:
+        return self.requests[0].tree
+
+    @property
+    def state(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(plan.state for plan in self.requests)
+
+    def windows(self, width: int) -> np.ndarray:
+        """int [b, n, width], as `Plan.windows`."""
+        return np.stack([plan.windows(width) for plan in self.requests])
+
+
 class Conv(NamedTuple):
     """A causal convolution over `width` inputs."""
 

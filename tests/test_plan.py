@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddtree_check.errors import UsageError
-from ddtree_check.plan import Problem, plan
+from ddtree_check.plan import Need, plan
 
 LINEAR = {name: {"per_request": 16} for name in ("kv_slots", "state_slots", "conv_windows")}  # made for a block of 16
 
@@ -24,7 +24,7 @@ def test_a_batch_that_fills_the_budget_is_one_row_short_for_each_request():
     reserved = {"token_budget": {"total": 64}}
     assert plan({name: 16 for name in "abc"}, reserved) == []
     (found,) = plan({name: 16 for name in "abcd"}, reserved)
-    assert found == Problem("token_budget", None, 68, 64, "one row short for each request: its root")
+    assert found == Need("token_budget", None, 68, 64, 4) and found.hint == "one row short for each request: its root"
     assert str(found) == (
         "token_budget: the batch needs 68 rows, reserved 64; one row short for each request: its root"
     )

@@ -24,7 +24,8 @@ def tree_form(committed, rows, weight, bias, windows: np.ndarray) -> torch.Tenso
     """All nodes at once: gather each node's window along its own path, then one weighted sum.
 
     committed [..., d, c] the last committed inputs, c >= w - 1, or fewer where fewer were committed (zeros before);
-    rows [..., d, n] the nodes' inputs; weight [d, w]; bias [d] or None; windows [n, w] as in `Plan.windows`.
+    rows [..., d, n] the nodes' inputs; weight [d, w]; bias [d] or None; windows [n, w] as in `Plan.windows`,
+    or [b, n, w], one a request, where committed and rows are [b, d, ...].
     Returns [..., d, n] in the dtype of `rows`. bf16 and float16 are summed in float32 and rounded once at the end, as
     the library's own convolution is: without it a tree pass would be many times noisier than a chain.
     """
@@ -42,4 +43,9 @@ def gather(committed, rows, windows: np.ndarray) -> torch.Tensor:
     # Column 0 is zeros: BLANK slots, and slots before the first committed input.
     table = torch.cat([torch.zeros_like(rows[..., :1]), committed.to(rows.dtype), rows], dim=-1)
     index = np.where(windows >= 0, 1 + kept + windows, np.where(windows == BLANK, 0, np.maximum(1 + kept + windows, 0)))
-    return table[..., torch.from_numpy(index).to(rows.device)]
+    index = torch.from_numpy(index).to(rows.device)
+    if index.ndim == 2:
+        return table[..., index]
+    requests, channels = table.shape[:2]
+    flat = index.reshape(requests, 1, -1).expand(-1, channels, -1)
+    return table.gather(-1, flat).reshape(requests, channels, *index.shape[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +44,7 @@ class TreeScan:
         return self.from_start[..., node, None, None] * self.initial + weighted.transpose(-1, -2) @ self.updates
 
 
-def tree_form(initial, q, k, v, log_decay, beta, sources: Sequence[int]) -> TreeScan:
+def tree_form(initial, q, k, v, log_decay, beta, sources) -> TreeScan:
     """All nodes of a wiring at once: the UT system of the delta rule on the ancestor relation instead of row order.
 
     Unrolled along i's sources, with D_ij the decay after j up to i and G_i the decay since the initial state S_0,
@@ -56,7 +55,7 @@ def tree_form(initial, q, k, v, log_decay, beta, sources: Sequence[int]) -> Tree
     which is one unit lower triangular system for u. A row's arithmetic depends on the rows it reads and on the shapes
     alone, so nodes that read the same rows under two wirings agree bit for bit.
 
-    initial [..., k, v]; q, k [..., n, k]; v [..., n, v]; log_decay, beta [..., n]; sources as in `Plan.state`.
+    initial [..., k, v]; q, k [..., n, k]; v [..., n, v]; log_decay, beta [..., n]; sources as in `decay.along`.
     Computes in the dtype it is given. Source: DeltaNet's UT transform, arXiv 2406.06484, and arXiv 2412.06464.
     """
     strict, between, from_start = decay.along(log_decay, sources)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +43,7 @@ class TreeScan:
         return self.from_start[..., node, None, None] * self.initial + weighted.transpose(-1, -2) @ self.b
 
 
-def tree_form(initial, x, dt, a, b, c, d, sources: Sequence[int]) -> TreeScan:
+def tree_form(initial, x, dt, a, b, c, d, sources) -> TreeScan:
     """All nodes of a wiring at once: masked attention, with the decay along the tree in place of the causal mask.
 
     Unrolled along i's sources, with D_ij the decay after j up to i and G_i the decay since the initial state S_0,
@@ -54,7 +53,7 @@ def tree_form(initial, x, dt, a, b, c, d, sources: Sequence[int]) -> TreeScan:
     A row's arithmetic depends on the rows it reads and on the shapes alone, so nodes that read the same rows under two
     wirings agree bit for bit.
 
-    initial [..., p, s]; x [..., n, p]; dt [..., n]; b, c [..., n, s]; a, d [...]; sources as in `Plan.state`.
+    initial [..., p, s]; x [..., n, p]; dt [..., n]; b, c [..., n, s]; a, d [...]; sources as in `decay.along`.
     Computes in the dtype it is given. Source: the quadratic form of state space duality, arXiv 2405.21060.
     """
     _, between, from_start = decay.along(dt * a[..., None], sources)

@@ -100,6 +100,40 @@ class HybridCaches:
         keys = getattr(cache.layers[layer], "keys", None)
         return keys.shape[-2] if keys is not None and keys.numel() else 0
 
+    def join(self, caches: Sequence, padding: str):
+        """One cache of several requests, made by `for_rows`, and how many keys each holds by layer, [layers][requests].
+
+        Shorter keys are padded with zeros on the `padding` side, left or right.
+        """
+        whole, kept = self.for_rows(caches[0]), []
+        for index, layer in enumerate(whole.layers):
+            layers = [cache.layers[index] for cache in caches]
+            for name, value in vars(layer).items():
+                if isinstance(value, dict):
+                    parts = {key: [getattr(other, name)[key] for other in layers] for key in value}
+                    setattr(layer, name, {key: _joined(items) for key, items in parts.items()})
+            kept.append([self.kept(cache, index) for cache in caches])
+            if max(kept[-1]):
+                for name in KEYS:
+                    padded = [_padded(getattr(other, name), max(kept[-1]), padding) for other in layers]
+                    setattr(layer, name, torch.cat(padded))
+        return whole, kept
+
+    def part(self, whole, request: int, columns: Sequence[Sequence[int]], length: int):
+        """One request of a joined cache, after `length` tokens; columns [layers][...]: which of the keys are its."""
+        part = self.for_rows(whole)
+        for layer, own in zip(part.layers, columns, strict=True):
+            for name, value in vars(layer).items():
+                if isinstance(value, dict):
+                    setattr(layer, name, {key: _of_request(item, request) for key, item in value.items()})
+            if getattr(layer, "keys", None) is not None and layer.keys.numel():
+                index = torch.tensor(list(own), dtype=torch.long, device=layer.keys.device)
+                for name in KEYS:
+                    setattr(layer, name, getattr(layer, name)[request : request + 1].index_select(-2, index))
+            if getattr(layer, "is_sliding", False):
+                layer.cumulative_length = length
+        return part
+
     def windows(self, cache, layer: int):
         """The convolution windows [1, d, c] of a layer by number; they may be written in place."""
         return cache.layers[layer].conv_states
@@ -198,6 +232,19 @@ CACHES = {"hybrid": HybridCaches, "minimax": MiniMaxCaches, "modules": ModuleCac
 
 def _copied(value):
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _joined(items: Sequence):
+    return torch.cat(items) if isinstance(items[0], torch.Tensor) else items[0]
+
+
+def _of_request(item, request: int):
+    return item[request : request + 1].clone() if isinstance(item, torch.Tensor) and item.ndim else item
+
+
+def _padded(keys: torch.Tensor, longest: int, padding: str) -> torch.Tensor:
+    blank = keys.new_zeros(*keys.shape[:-2], longest - keys.shape[-2], keys.shape[-1])
+    return torch.cat([blank, keys] if padding == "left" else [keys, blank], dim=-2)
 
 
 def _rows(x: torch.Tensor, rows: Sequence[int], count: int, dim: int) -> torch.Tensor:
