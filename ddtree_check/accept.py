@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +33,14 @@ def greedy_walk(tree: DraftTree, argmax) -> Accepted:
         raise ValueError(
             f"walk: argmax {argmax.dtype} {list(argmax.shape)}, expected integers [{len(tree)}], one for each node"
         )
+    return descend(tree, lambda node: int(argmax[node]))
+
+
+def descend(tree: DraftTree, choose: Callable[[int], int]) -> Accepted:
+    """As `greedy_walk`, by whatever token `choose` gives at a node; it is asked along the path only."""
     path = [0]
     while True:
-        token = int(argmax[path[-1]])
+        token = choose(path[-1])
         child = next((node for node in tree.children[path[-1]] if tree.tokens[node] == token), None)
         if child is None:
             return Accepted(tuple(path), token)

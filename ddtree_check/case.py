@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .draft import token_ids
 from .files import json_lines, parse_json, read_text, write_text
+from .formats import tree_from_json
 from .tree import DraftTree
 
 
@@ -81,10 +82,13 @@ def save_cases(path: str | Path, cases: Sequence[Case]) -> None:
 
 
 def load_tree(path: str | Path) -> DraftTree:
-    """A tree from a JSON file {"tokens": [...], "parents": [...]}. Raises ValueError naming the file and the node."""
+    """A tree from a JSON file {"tokens": [...], "parents": [...]}, or in another form of `formats.tree_from_json`.
+
+    Raises ValueError naming the file and the node.
+    """
     data = parse_json(read_text(path), str(path))
     try:
-        return DraftTree.from_json(data)
+        return tree_from_json(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -112,12 +116,12 @@ class Prompt:
 def load_prompts(path: str | Path) -> list[Prompt]:
     """Prompts from a file: JSON lines if its name ends in .jsonl, else all of it is the text of one prompt.
 
-    A line holds {"text": ...} or {"token_ids": [...]} and may hold an "id", else it is named after file and line. One
-    newline at the end of a text file is dropped. Raises ValueError naming the file and the line.
+    A line holds {"text": ...} or {"token_ids": [...]} and may hold an "id", else it is named after file and line. CR LF
+    in a text file is read as LF, and one newline at its end is dropped. Raises ValueError naming the file and the line.
     """
     path = Path(path)
     if path.suffix != ".jsonl":
-        text = read_text(path).removesuffix("\n")
+        text = read_text(path).replace("\r\n", "\n").removesuffix("\n")
         if not text.strip():
             raise ValueError(f"{path}: empty, expected the text of a prompt")
         return [Prompt(path.stem, text)]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import models, run, views
+from .commands import gate, kernels, lint, models, plan, run, selftest, server, sweep, views
 from .commands.output import show_text
 from .errors import Unsupported, UsageError
 from .report.text import plain
@@ -42,9 +42,16 @@ def _start(
 COMMANDS = (  # in the order of --help
     (run.compare, "Run prompts through four modes on the same trees; compare every node."),
     (run.generate, "Decode many rounds in each mode; compare every round with plain decoding."),
+    (sweep.sweep, "Linear drafts against trees by budget: what a tree gains, and how much of it is leak."),
+    (server.server, "Compare two servers through their API alone."),
+    (gate.gate, "Run a matrix every night against a frozen baseline."),
+    (plan.plan, "Rows that trees need against what an engine reserves; runs no model."),
     (views.show, "Show a record again, whole, one case or one node."),
     (views.tree, "Draw the draft tree of a case."),
+    (lint.lint, "Name convention mistakes in a trace or tree that somebody wrote."),
     (models.models, "List model names and the supported families."),
+    (selftest.selftest, "Inject every kind of fault; show that the checks see it, and nothing else."),
+    (kernels.kernels, "Check verify kernels alone, without a model: conv, delta rule, Mamba-2, commit."),
 )
 for command, short_help in COMMANDS:
     app.command(short_help=short_help)(command)

@@ -5,17 +5,18 @@ The first half is pure: contents in, differences and words out. The second half 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from .compare import Differences, measure, ulp
-from .errors import UsageError
+from .errors import Unsupported, UsageError
 from .noise import leaf_paths, padded_chain
 from .tree import DraftTree
-from .verdict import EXACT, Rule, beyond, judge
+from .verdict import EXACT, Rule, beyond, judge, judged_as
 from .wiring import FORKED, Wiring, contaminated
 
 PATTERNS = ("zero", "full", "first", "branch", "every")
@@ -73,6 +74,11 @@ def _path_end(tree: DraftTree, pattern: str) -> int:
     return path[-1]
 
 
+def flat_contents(contents: Contents) -> dict[tuple[int, str], torch.Tensor]:
+    """By layer and channel."""
+    return {(layer, channel): x for layer, channels in enumerate(contents[1]) for channel, x in channels.items()}
+
+
 # Two contents, compared
 
 
@@ -110,7 +116,7 @@ def compare_contents(reference: Contents, stored: Contents, dtype: torch.dtype) 
 
 
 def _rms(x: torch.Tensor) -> float:
-    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+    return float(x.double().contiguous().square().mean().sqrt()) if x.numel() else 0.0  # one order of summation
 
 
 def chain_floors(parts: Sequence[Part], steps: Sequence[Part], rule: Rule, dtype: str) -> list[float]:
@@ -151,23 +157,28 @@ def off(parts: Sequence[Part], floors: Sequence[float]) -> list[tuple[Part, floa
 class Search:
     """Says what a commit stored in place of the state after `path`, from what plain decoding leaves at each node.
 
-    before, reference, stored: contents before the accept, after it, and what was found. `see` is shown every node once.
+    before, reference, stored: contents before the accept (None: not known), after it, and what was found. `see` is
+    shown nodes, each once; `complete`: all of them. what: as which state it was found.
     """
 
     path: tuple[int, ...]
-    before: Contents
+    before: Contents | None
     reference: Contents
     stored: Contents
     bad: Sequence[tuple[Part, float]]
     nearest: dict[tuple[int, str], tuple[float, int]] = field(default_factory=dict)  # of a state: error, node
     rows: dict[tuple[int, str], dict[int, torch.Tensor]] = field(default_factory=dict)  # of windows and keys: by node
+    complete: bool = True
+    what: str = "committed state"
 
     def see(self, node: int, contents: Contents) -> None:
         for part, _ in self.bad:
             key = (part.layer, part.channel)
             if part.channel == POSITION:
                 continue
-            theirs = contents[1][part.layer][part.channel]
+            theirs = contents[1][part.layer].get(part.channel)
+            if theirs is None:  # of a trace that does not hold it
+                continue
             if _by_rows(part.channel):
                 self.rows.setdefault(key, {})[node] = theirs[-1]
                 continue
@@ -195,7 +206,7 @@ class Search:
         narrow = _rounded(found, right, floor)
         if narrow:
             return f"{name} is rounded to {narrow}"
-        before = self.before[1][part.layer].get(part.channel)
+        before = None if self.before is None else self.before[1][part.layer].get(part.channel)
         if not _by_rows(part.channel):
             return self._say_state(part, floor, found, before)
         return self._say_rows(part, floor, found, right, before)
@@ -207,8 +218,10 @@ class Search:
             return "state is zero"
         error, node = self.nearest.get((part.layer, part.channel), (np.inf, -1))
         if error <= floor:
-            return f"committed state is node {node}'s, expected node {self.path[-1]}'s"
-        return f"committed state is no node's, expected node {self.path[-1]}'s"
+            return f"{self.what} is node {node}'s, expected node {self.path[-1]}'s"
+        if not self.complete:
+            return f"{self.what} is not node {self.path[-1]}'s"
+        return f"{self.what} is no node's, expected node {self.path[-1]}'s"
 
     def _say_rows(self, part: Part, floor: float, found, right, before) -> str:
         """Rows by the node they belong to; -1 is the last committed token, -2 the one before."""
@@ -268,14 +281,14 @@ def _list(labels: Sequence[object]) -> str:
     return " ".join(map(str, labels))
 
 
-# Runs
+# One path, judged
 
 
 @dataclass(frozen=True)
 class Commit:
     """What one mode's commit of one path came to. `bad`: (part, floor, words) of what is off, by layer."""
 
-    verdict: str  # pass, fail, reference_unusable
+    verdict: str  # pass, fail, reference_unusable, unsupported, not_run
     reason: str | None = None
     bad: tuple[tuple[Part, float, str], ...] = ()
     after: Differences | None = None  # of the plain steps that follow
@@ -317,112 +330,154 @@ class Accept:
         }
 
 
-def commit_runs(
-    engine, prompt: Sequence[int], prefix, tree: DraftTree, patterns, wirings: Mapping[str, Wiring | None], rule: Rule
-) -> list[Accept]:
-    """Commits the paths that `patterns` name under each wiring (None: the engine's own pass along a chain).
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What stands after a path: its contents, and the logits [probe, vocabulary] after each token that was fed then."""
 
-    The reference of each is `prefill(prompt + path)`; noise comes from plain steps along the path and from the same
-    commit along a chain as wide as the tree. Raises UsageError for a path that the tree does not have.
+    contents: Contents
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Standard:
+    """What commits of one path are judged by.
+
+    reference   what a prefill of the same text leaves;  steps  what plain decoding leaves, None if that is not known
+    chains      what commits along chains as wide as the tree leave: `linear` by its own pass, `chain` by its tree path
+    refused     why one of them was not run, by name;  probe  tokens that were fed after each of them
     """
-    dtype = engine.describe()["dtype"]
-    verified = {mode: engine.verify(prefix, tree, wiring) for mode, wiring in wirings.items() if wiring is not None}
-    dirty = {mode: contaminated(w.plan(tree), engine.layers) for mode, w in wirings.items() if w is not None}
-    accepts = []
-    for node, pattern in accept_nodes(tree, patterns).items():
-        run = _Run(engine, prompt, prefix, tree, node, rule, dtype)
-        expected = frozenset(mode for mode, nodes in dirty.items() if node in nodes)
-        modes = {mode: run.commit(verified.get(mode), mode in expected) for mode in wirings}
-        path = tree.path(node)
-        aside = any(step != tree.children[tree.parents[step]][0] for step in path[1:])
-        accepts.append(Accept(pattern, node, path, aside, modes, expected))
-    return accepts
+
+    reference: Left
+    steps: Left | None
+    chains: Mapping[str, Left]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    probe: tuple[int, ...] = ()
 
 
-class _Run:
-    """One path: its reference, its controls, and the commits that are judged by them."""
+class Judge:
+    """Judges what commits of `path` left. dtype: as `verdict.judged_as`. kept: the dtype that the engine says it keeps
+    states in. Runs nothing.
 
-    def __init__(self, engine, prompt, prefix, tree: DraftTree, node: int, rule: Rule, dtype: str):
-        self.engine, self.prefix, self.tree, self.node, self.rule, self.dtype = engine, prefix, tree, node, rule, dtype
-        self.path, self.wide = tree.path(node), getattr(torch, dtype)
-        fresh = engine.prefill([*prompt, *tree.path_tokens(node)])
-        self.reference = engine.contents(fresh)
-        self.probe, self.logits = self._greedy(fresh)
-        stepped = prefix
-        for token in tree.path_tokens(node):
-            _, stepped = engine.step(stepped, token)
-        self.steps, self.steps_after = self._measure(stepped)
+    across: the standard is another engine's. Then a right commit may be as far off as any of its controls, or by
+    `Rule.across` of the state's rms, unless `own`, chains of the engine that is judged, say it closer.
+    """
+
+    def __init__(
+        self, path: Sequence[int], standard: Standard, rule: Rule, dtype: str, *, kept: str | None = None,
+        across: bool = False, own: Mapping[str, Left] | None = None,
+    ):  # fmt: skip
+        self.path, self.standard, self.rule, self.dtype, self.kept = tuple(path), standard, rule, dtype, kept
+        self.wide, self.reference, self.across = getattr(torch, dtype), standard.reference, across
+        self.steps, self.steps_after = ([], None) if standard.steps is None else self._measure(standard.steps)
         self.problem = self._problem()
-        chains = {"linear": self._along_chain(None), "tree": self._along_chain(FORKED)}
-        self.chains = {name: (committed, *self._measure(committed)) for name, committed in chains.items()}
+        chains = {name: self._measure(found) for name, found in standard.chains.items()}
+        self.pooled = list(self.steps)
+        if across:
+            self.pooled += [part for parts, _ in chains.values() for part in parts]
+            self.pooled_after = [
+                found for _, found in ((None, self.steps_after), *chains.values()) if found is not None
+            ]
+            chains = {name: self._measure(found) for name, found in (own or {}).items()}
         self.trusted = [
             (parts, after)
-            for _, parts, after in self.chains.values()
-            if not off(parts, self._chain_floors(parts)) and not beyond(judge(after, self._chain_floor(after)))
+            for parts, after in chains.values()
+            if not off(parts, self.chain_floors(parts)) and not self._late(after, self._chain_floor(after))
         ]
 
-    def commit(self, verified, expected: bool) -> Commit:
-        """Judges a mode's commit; a mode never enters its own floor. verified: its tree pass, None for the engine's own
-        along the chain. expected: its wiring leaks at this node, so nothing needs to be searched for."""
+    @property
+    def blind(self) -> bool:
+        """Nothing measured says how far off a right run is, and no bound of the dtype does."""
+        return not self.pooled and not self.trusted and self.dtype not in EXACT
+
+    def commit(
+        self, found: Left, *, own: bool = False, expected: bool = False, search: Callable | None = None
+    ) -> Commit:
+        """own: by the engine's own pass along the chain, which never enters its own floor. expected: its wiring leaks
+        at this node, so nothing needs to be searched for. search(judge, found, bad): words for parts that are off."""
         if self.problem:
             return Commit("reference_unusable", self.problem)
-        own = verified is None  # the engine's own pass
-        if own:
-            committed, parts, after = self.chains["linear"]
-        else:
-            committed = self.engine.commit(verified, self.node)
-            parts, after = self._measure(committed)
+        parts, after = self._measure(found)
         if own or not self.trusted:
-            floors, floor = self._chain_floors(parts), self._chain_floor(after)
+            floors, floor = self.chain_floors(parts), self._chain_floor(after)
         else:
             floors = tree_floors(parts, [control for control, _ in self.trusted], self.rule, self.dtype)
-            floor = self.rule.floor([control.max_abs for _, control in self.trusted], after.ulp)
-            if self.dtype in EXACT:
-                floor = np.maximum(floor, self.rule.rounding[self.dtype] * after.std)
-        bad, verdicts = off(parts, floors), judge(after, floor)
-        if not bad and not beyond(verdicts):
+            floor = self._tree_floor(after)
+            if self.across and self.dtype in EXACT:
+                floors = [max(pair) for pair in zip(floors, self.chain_floors(parts), strict=True)]
+        bad, late = off(parts, floors), self._late(after, floor)
+        verdicts = () if after is None else judge(after, floor)
+        if not bad and not late:
             return Commit("pass", None, (), after, floor, verdicts)
+        if self.blind:
+            return Commit("reference_unusable", "nothing was recorded that tells noise from a wrong state")
         if expected:
             said = tuple((part, floor, f"{_word(part.channel)}: {LEAKS}") for part, floor in bad)
         else:
-            said = self._search(committed, bad)
-        return Commit("fail", _reason(said, beyond(verdicts)), said, after, floor, verdicts)
+            said = (
+                search(self, found, bad) if search else tuple((part, floor, _word(part.channel)) for part, floor in bad)
+            )
+            if explained := self._explained(said, after):
+                return explained
+        return Commit("fail", _reason(said, late, after is not None), said, after, floor, verdicts)
 
-    def _chain_floors(self, parts) -> list[float]:
-        return chain_floors(parts, self.steps, self.rule, self.dtype)
+    def near(self, part: Part, floor: float) -> float:
+        """A part's own floor can be 0; whose state it is shows within what steps differ by from a prefill."""
+        known = {(p.layer, p.channel): p for p in self.steps}
+        return max(floor, *self.chain_floors([known.get((part.layer, part.channel), part)]))
 
-    def _chain_floor(self, after: Differences) -> np.ndarray:
-        return self.rule.chain_floor([self.steps_after.max_abs], after, self.dtype)
+    def _explained(self, said, after: Differences | None) -> Commit | None:
+        """States no worse than the dtype that the engine says it keeps them in; None if there is more to it."""
+        kept = self.kept
+        if kept not in self.rule.rounding or not said or any(not w.endswith(f"is rounded to {kept}") for *_, w in said):
+            return None
+        floor = None if after is None else self.rule.rounding[kept] * after.std
+        if self._late(after, floor):
+            return None
+        reason = f"explained: {said[0][2]}, the dtype that the engine says it keeps states in"
+        return Commit("pass", reason, said, after, floor, () if after is None else judge(after, floor))
 
-    def _along_chain(self, wiring: Wiring | None):
-        """The path's commit along a chain as wide as the tree; None: by the engine's own pass over a leaf path."""
-        nodes, rows = self.path, len(self.tree)
-        if wiring is None:
-            nodes = next(path.nodes for path in leaf_paths(self.tree) if self.node in path.nodes)
-            rows = len(nodes)
-        chain = padded_chain(self.tree, nodes, rows)
-        return self.engine.commit(self.engine.verify(self.prefix, chain, wiring), len(self.path) - 1)
+    def chain_floors(self, parts: Sequence[Part]) -> list[float]:
+        floors = chain_floors(parts, self.pooled, self.rule, self.dtype)
+        if not self.across:
+            return floors
+        share = self.rule.across[self.dtype]
+        return [max(floor, share * part.size) for part, floor in zip(parts, floors, strict=True)]
 
-    def _greedy(self, prefix) -> tuple[list[int], list[torch.Tensor]]:
-        tokens, rows, logits = [], [], prefix.logits
-        for _ in range(STEPS):
-            tokens.append(int(logits.argmax()))
-            logits, prefix = self.engine.step(prefix, tokens[-1])
-            rows.append(logits)
-        return tokens, rows
+    def _chain_floor(self, after: Differences | None) -> np.ndarray | None:
+        if after is None:
+            return None
+        if not self.across:
+            controls = [] if self.steps_after is None else [self.steps_after.max_abs]
+            return self.rule.chain_floor(controls, after, self.dtype)
+        pooled = [np.full(len(after), np.max(found.max_abs)) for found in self.pooled_after]
+        return np.maximum(self.rule.floor(pooled, after.ulp), self.rule.across[self.dtype] * after.std)
 
-    def _measure(self, prefix) -> tuple[list[Part], Differences]:
-        parts = compare_contents(self.reference, self.engine.contents(prefix), self.wide)
-        rows = []
-        for token in self.probe:
-            logits, prefix = self.engine.step(prefix, token)
-            rows.append(logits)
-        return parts, measure(torch.stack(self.logits), torch.stack(rows))
+    def _tree_floor(self, after: Differences | None) -> np.ndarray | None:
+        if after is None:
+            return None
+        controls = [control.max_abs for _, control in self.trusted if control is not None]
+        if not controls:
+            return self._chain_floor(after)
+        floor = self.rule.floor(controls, after.ulp)
+        if self.dtype in EXACT:
+            floor = np.maximum(
+                floor, self._chain_floor(after) if self.across else self.rule.rounding[self.dtype] * after.std
+            )
+        return floor
+
+    def _late(self, after: Differences | None, floor: np.ndarray | None) -> Sequence[int]:
+        return () if after is None else beyond(judge(after, floor))
+
+    def _measure(self, left: Left) -> tuple[list[Part], Differences | None]:
+        parts = compare_contents(self.reference.contents, left.contents, self.wide)
+        if left.rows is None or self.reference.rows is None:
+            return parts, None
+        return parts, measure(self.reference.rows, left.rows)
 
     def _problem(self) -> str | None:
         """Why plain decoding and a prefill of the same text cannot serve as reference, or None."""
         sized = [part for part in self.steps if part.size]
-        if self.steps[0].error:
+        if self.steps and self.steps[0].error:
             return "plain decoding and a prefill of the same text end at different positions"
         bound = self.rule.bounds[self.dtype]
         if self.dtype in EXACT:
@@ -434,15 +489,144 @@ class _Run:
             return None
         return f"plain decoding leaves other states than a prefill of the same text: {what} {ratio:.3g}"
 
-    def _search(self, committed, bad) -> tuple[tuple[Part, float, str], ...]:
-        """Words for each part that is off. Costs a decode step a node, so it is only done for what failed."""
-        engine = self.engine
-        # A part's own floor can be 0; whose state it is shows within what steps differ by from a prefill.
-        near = dict(zip(((p.layer, p.channel) for p in self.steps), self._chain_floors(self.steps), strict=True))
-        search = Search(self.path, engine.contents(self.prefix), self.reference, engine.contents(committed), bad)
-        for node, prefix in walk(engine, self.prefix, self.tree):
-            search.see(node, engine.contents(prefix))
-        return tuple((part, floor, search.say(part, max(floor, near[part.layer, part.channel]))) for part, floor in bad)
+
+def _reason(said: Sequence[tuple[Part, float, str]], late: Sequence[int], stepped: bool = True) -> str:
+    """What is off first in each channel, in how many layers, and what it did to the steps that follow."""
+    first: dict[str, str] = {}
+    for part, _, says in said:
+        # Keys and values are gathered by one index: one of them says it all.
+        kind = "keys" if part.channel == "values" else part.channel.partition(".")[0]
+        first.setdefault(kind, says if part.channel == POSITION else f"layer {part.layer}: {says}")
+    layers = {part.layer for part, _, _ in said if part.channel != POSITION}
+    words = list(first.values()) or ["what is stored is right"]
+    words += [f"{len(layers)} layers off"] if len(layers) > 1 else []
+    if stepped:
+        words.append(
+            f"logits off from step {late[0] + 1} after the accept" if late else "logits of the next steps kept"
+        )
+    return "; ".join(words)
+
+
+# Runs
+
+
+def commit_runs(
+    engine, prompt: Sequence[int], prefix, tree: DraftTree, patterns, wirings: Mapping[str, Wiring | None], rule: Rule,
+    sink: Callable | None = None,
+) -> list[Accept]:  # fmt: skip
+    """Commits the paths that `patterns` name under each wiring (None: the engine's own pass along a chain).
+
+    The reference of each is `prefill(prompt + path)`; noise comes from plain steps along the path and from the same
+    commit along a chain as wide as the tree. What the engine refuses is `unsupported` with its reason, for that mode
+    alone. sink(mode, path, left, probe, pattern) is given all that was stored, mode of trace.COMMITS. Raises UsageError
+    for a path that the tree does not have.
+    """
+    described, nodes = engine.describe(), accept_nodes(tree, patterns)
+    dtype = judged_as(described)
+    verified = {mode: engine.verify(prefix, tree, wiring) for mode, wiring in wirings.items() if wiring is not None}
+    dirty = {mode: contaminated(w.plan(tree), engine.layers) for mode, w in wirings.items() if w is not None}
+    accepts, keep = [], sink or (lambda *_: None)
+    if nodes and sink:
+        with contextlib.suppress(Unsupported):
+            keep("prefill", (), Left(engine.contents(prefix)), (), "before")
+    for node, pattern in nodes.items():
+        path = tree.path(node)
+        expected = frozenset(mode for mode, found in dirty.items() if node in found)
+        try:
+            standard = gather(engine, prompt, prefix, tree, node)
+        except Unsupported as error:
+            modes = {mode: Commit("unsupported", str(error)) for mode in wirings}
+        else:
+            for name, left in (("prefill", standard.reference), ("ar", standard.steps), *standard.chains.items()):
+                keep(name, path, left, standard.probe, pattern)
+            judge_path = Judge(path, standard, rule, dtype, kept=described.get("state_dtype"))
+            modes = {}
+            for mode in wirings:
+                try:
+                    left = _left(engine, verified.get(mode), node, mode, standard)
+                except Unsupported as error:
+                    modes[mode] = Commit("unsupported", str(error))
+                    continue
+                if mode in verified:
+                    keep(mode, path, left, standard.probe, pattern)
+                modes[mode] = judge_path.commit(
+                    left, own=mode not in verified, expected=mode in expected, search=_searcher(engine, prefix, tree)
+                )
+        aside = leaves_first_branch(tree, path)
+        accepts.append(Accept(pattern, node, path, aside, modes, expected))
+    return accepts
+
+
+def leaves_first_branch(tree: DraftTree, path: Sequence[int]) -> bool:
+    return any(step != tree.children[tree.parents[step]][0] for step in path[1:])
+
+
+def _left(engine, verified, node: int, mode: str, standard: Standard) -> Left:
+    """What a mode's commit left; verified: its tree pass, None for the engine's own along the chain."""
+    if verified is not None:
+        return _probed(engine, engine.commit(verified, node), standard.probe)
+    if mode in standard.refused:
+        raise Unsupported(standard.refused[mode])
+    return standard.chains[mode]
+
+
+def gather(
+    engine, prompt: Sequence[int], prefix, tree: DraftTree, node: int, probe: Sequence[int] | None = None
+) -> Standard:
+    """What commits of the path to a node are judged by, from a live engine. prefix: after `prompt`. probe: tokens to
+    feed after each; None for what plain decoding says. Raises Unsupported for an engine that shows no contents."""
+    path, rows = tree.path(node), len(tree)
+    fresh = engine.prefill([*prompt, *tree.path_tokens(node)])
+    contents = engine.contents(fresh)
+    if probe is None:
+        tokens, logits, stepped = [], fresh.logits, fresh
+        for place in range(STEPS):
+            tokens.append(int(logits.argmax()))
+            if place < STEPS - 1:
+                logits, stepped = engine.step(stepped, tokens[-1])
+        probe = tuple(tokens)
+    stepped = prefix
+    for token in tree.path_tokens(node):
+        _, stepped = engine.step(stepped, token)
+    chains, refused = {}, {}
+    for name, wiring in (("linear", None), ("chain", FORKED)):
+        try:
+            if reason := engine.supports(wiring):
+                raise Unsupported(reason)
+            nodes, wide = path, rows
+            if wiring is None:  # by the engine's own pass over a leaf path
+                nodes = next(found.nodes for found in leaf_paths(tree) if node in found.nodes)
+                wide = len(nodes)
+            run = engine.verify(prefix, padded_chain(tree, nodes, wide), wiring)
+            chains[name] = _probed(engine, engine.commit(run, len(path) - 1), probe)
+        except Unsupported as error:
+            refused[name] = str(error)
+    reference = Left(contents, _rows(engine, fresh, probe))
+    return Standard(reference, _probed(engine, stepped, probe), chains, refused, tuple(probe))
+
+
+def _probed(engine, prefix, probe: Sequence[int]) -> Left:
+    return Left(engine.contents(prefix), _rows(engine, prefix, probe))
+
+
+def _rows(engine, prefix, probe: Sequence[int]) -> torch.Tensor | None:
+    rows = []
+    for token in probe:
+        logits, prefix = engine.step(prefix, token)
+        rows.append(logits)
+    return torch.stack(rows) if rows else None
+
+
+def _searcher(engine, prefix, tree: DraftTree) -> Callable:
+    """Words for each part that is off. Costs a decode step a node, so it is only done for what failed."""
+
+    def words(judged: Judge, found: Left, bad) -> tuple[tuple[Part, float, str], ...]:
+        search = Search(judged.path, engine.contents(prefix), judged.reference.contents, found.contents, bad)
+        for node, standing in walk(engine, prefix, tree):
+            search.see(node, engine.contents(standing))
+        return tuple((part, floor, search.say(part, judged.near(part, floor))) for part, floor in bad)
+
+    return words
 
 
 def walk(engine, prefix, tree: DraftTree) -> Iterator[tuple[int, object]]:
@@ -458,20 +642,6 @@ def walk(engine, prefix, tree: DraftTree) -> Iterator[tuple[int, object]]:
             waiting[parent] -= 1
             if not waiting[parent]:
                 del standing[parent]
-
-
-def _reason(said: Sequence[tuple[Part, float, str]], late: Sequence[int]) -> str:
-    """What is off first in each channel, in how many layers, and what it did to the steps that follow."""
-    first: dict[str, str] = {}
-    for part, _, says in said:
-        # Keys and values are gathered by one index: one of them says it all.
-        kind = "keys" if part.channel == "values" else part.channel.partition(".")[0]
-        first.setdefault(kind, says if part.channel == POSITION else f"layer {part.layer}: {says}")
-    layers = {part.layer for part, _, _ in said if part.channel != POSITION}
-    words = list(first.values()) or ["what is stored is right"]
-    words += [f"{len(layers)} layers off"] if len(layers) > 1 else []
-    words.append(f"logits off from step {late[0] + 1} after the accept" if late else "logits of the next steps kept")
-    return "; ".join(words)
 
 
 def _json(value: float) -> float | None:

@@ -1,21 +1,43 @@
-"""Where draft trees come from: marginals and a budget (best-first), fixed and drawn shapes, recorded drafts."""
+"""Where draft trees come from: marginals and a budget (best-first), published and drawn shapes, recorded drafts."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from .files import json_lines
+from .formats import is_tree, tree_from_json
 from .tree import COMMITTED, DraftTree
 
 SHAPES = ("chain", "kary", "comb", "star", "random")
 ORDERS = ("heap", "breadth", "depth")
 ROUNDING = 1e-4  # a float32 log-softmax may end this far above 0; more is no log probability
 LOWEST = float(np.finfo(np.float32).min)
+SURPRISED = 3.0  # standard deviations beyond which a draft is wrong about itself: once in 700 runs by chance
+# Static trees that others published, a word a node: the ranks of the choices along its path, the best choice 0. In
+# breadth-first order, as their verify passes run them.
+PUBLISHED = {
+    # EAGLE's static tree: 25 nodes, depth 5 (arXiv 2401.15077)
+    "eagle": "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001",
+    # Medusa's choices for its 7B model: 63 nodes, depth 4 (arXiv 2401.10774)
+    "medusa": (
+        "0 1 2 3 4 5 6 7 8 9 "
+        "00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60 70 80 90 "
+        "000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101 200 0000 0001"
+    ),
+    # Token Recycling's tree: 80 nodes, depth 6 (arXiv 2408.08696)
+    "token-recycling": (
+        "0 1 2 3 4 5 6 7 "
+        "00 01 02 03 04 05 06 07 10 11 12 13 20 21 22 30 31 40 50 60 70 "
+        "000 001 002 003 004 005 006 007 010 011 012 020 021 030 040 050 060 070 100 101 110 200 300 400 500 "
+        "0000 0001 0002 0003 0004 0010 0011 0020 0030 0040 0100 0200 1000 2000 3000 "
+        "00000 00001 00002 00010 00020 00100 01000 10000 000000 000001 000100"
+    ),
+}
 
 
 # --- from marginals ---------------------------------------------------------------------------------------------------
@@ -61,6 +83,70 @@ def best_first(log_probs, budget: int, root: int | None = None, candidates: int 
         offer((*ranks[:-1], ranks[-1] + 1), parent, base)
         offer((*ranks, 0), node, -cost)
     return DraftTree(tuple(tokens), tuple(parents))
+
+
+def published_tree(log_probs, name: str, root: int | None = None) -> DraftTree:
+    """A published static tree (a name of PUBLISHED) filled from the marginals: a node of rank r at depth d carries the
+    r-th most probable token of row d - 1, of equal ones the lower id first.
+
+    log_probs [L, V] as in `best_first`. Nodes deeper than L, or of a rank that is not offered, are left out with what
+    hangs below them. Raises ValueError for an unknown name and for marginals that `best_first` refuses.
+    """
+    if name not in PUBLISHED:
+        raise ValueError(f"tree: name {name!r}, expected one of {', '.join(PUBLISHED)}")
+    offers = [_top(np.minimum(row, 0), 10) for row in _table("published_tree: log_probs", log_probs)]
+    tokens, parents, place = [root], [COMMITTED], {"": 0}
+    for word in PUBLISHED[name].split():
+        depth, rank = len(word), int(word[-1])
+        if word[:-1] in place and depth <= len(offers) and rank < len(offers[depth - 1]):
+            place[word] = len(tokens)
+            tokens.append(offers[depth - 1][rank][0])
+            parents.append(place[word[:-1]])
+    return DraftTree(tuple(tokens), tuple(parents))
+
+
+def expected_accepts(log_probs, tree: DraftTree) -> float:
+    """How many nodes of `tree` the draft itself expects to be accepted: the sum of the probabilities of their paths.
+
+    log_probs [L, V] in nats, from which the tree was made, at least as deep as it is.
+    """
+    table = np.asarray(log_probs, dtype=np.float64)
+    weight = [0.0]
+    for node in range(1, len(tree)):
+        weight.append(weight[tree.parents[node]] + table[tree.depth[node] - 1, tree.tokens[node]])
+    return float(np.exp(weight[1:]).sum())
+
+
+def surprise(log_probs, tokens: Sequence[int]) -> tuple[float, float]:
+    """How much less probable than it expects a draft finds the tokens that followed, in nats, and the variance of that.
+
+        sum over depths of (-log p_d(token) - entropy of p_d),  variance of log p_d under p_d
+
+    log_probs [L, V] in nats; tokens: those behind the root, at most L of them. A draft that is right about itself gets
+    0 on average, also where the tokens end at the first one that was not drafted.
+    """
+    excess = variance = 0.0
+    for row, token in zip(np.asarray(log_probs, dtype=np.float64), tokens, strict=False):
+        shown = row[row > -np.inf]
+        share = np.exp(shown)
+        mean = float((share * shown).sum())
+        excess += mean - float(max(row[token], LOWEST))
+        variance += float((share * shown**2).sum()) - mean**2
+    return excess, variance
+
+
+def drafter_says(surprised: float, accepted: float, ngram: float | None) -> str | None:
+    """What a drafter's acceptance says where the verify passed, so that none was lost there; None for nothing.
+
+    surprised: `surprise` over all rounds, in standard deviations; accepted: nodes a round by plain decoding, and ngram:
+    those of an n-gram draft in the same places. A drafter that is surprised by more than SURPRISED reads something
+    wrong, or was not made for such text.
+    """
+    if surprised > SURPRISED:
+        return f"low acceptance is drafter-side (what followed surprises the drafter by {surprised:.1f} sigma)"
+    if ngram is not None and accepted < ngram:
+        return "an n-gram draft would do better in the same places"
+    return None
 
 
 def _top(row: np.ndarray, keep: int) -> list[tuple[int, float]]:
@@ -147,12 +233,41 @@ def self_marginals(logits, acceptance: float, seed: int, sureness: float | None 
 
 def _sharpness(shifted: np.ndarray, sureness: float) -> float:
     """The factor (1 / temperature) at which the first choices of `shifted`, rows with maximum 0, average `sureness`."""
-    low, high = -8.0, 8.0  # decimal exponents; ties at the top or two-token rows may leave `sureness` out of reach
+
+    def missed(exponent: float) -> float:
+        return float(np.mean(1 / np.exp(shifted * 10**exponent).sum(axis=1))) - sureness
+
+    # Every look at all of a large vocabulary costs: the values rounded to 1/64 and counted give a start, which a few
+    # secants make exact; 50 halvings where they do not.
+    steps = np.minimum(np.rint(shifted * -64), 1 << 16).astype(np.int64)
+    counts = [np.bincount(row) for row in steps]
+    coarse = [(np.flatnonzero(count) / -64, count[count > 0]) for count in counts]
+
+    def roughly(exponent: float) -> float:
+        return float(np.mean([1 / (count * np.exp(x * 10**exponent)).sum() for x, count in coarse])) - sureness
+
+    start = _rising_root(roughly)
+    before, found = (start, missed(start)), (start + 1e-5, missed(start + 1e-5))
+    for _ in range(6):
+        if abs(found[1]) < 1e-14:
+            return 10 ** found[0]
+        if found[1] == before[1]:
+            break
+        after = found[0] - found[1] * (found[0] - before[0]) / (found[1] - before[1])
+        if not abs(after - start) < 0.1:
+            break
+        before, found = found, (after, missed(after))
+    return 10 ** _rising_root(missed) if abs(found[1]) > 1e-12 else 10 ** found[0]
+
+
+def _rising_root(value: Callable[[float], float]) -> float:
+    """Where a rising function of a decimal exponent turns from negative; an end of -8 ... 8 if it does nowhere between
+    (ties at the top, or rows of two tokens)."""
+    low, high = -8.0, 8.0
     for _ in range(50):
         middle = (low + high) / 2
-        average = np.mean(1 / np.exp(shifted * 10**middle).sum(axis=1))
-        low, high = (middle, high) if average < sureness else (low, middle)
-    return 10**high
+        low, high = (middle, high) if value(middle) < 0 else (low, middle)
+    return high
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -273,22 +388,47 @@ class Marginals:
         return cls(*(tuple(map(tuple, column)) for column in columns))
 
 
-def load_recorded(path: str | Path) -> list[DraftTree | Marginals]:
-    """Recorded drafts from JSON lines, each {"tree": {"tokens", "parents"}} or {"marginals": {"ids", "log_probs"}}.
+Recorded = DraftTree | Marginals | tuple[DraftTree, ...]  # one tree, what to make trees of, or a tree for each round
+
+
+def load_recorded(path: str | Path) -> list[Recorded]:
+    """Recorded drafts from JSON lines, each {"tree": {"tokens", "parents"}}, {"marginals": {"ids", "log_probs"}} or
+    {"trees": [{"tokens", "parents"}, ...]}, a tree for each round; or a round of a DDTree trace, or {"paths": ...}.
 
     Raises ValueError naming the file and the line.
     """
-    found: list[DraftTree | Marginals] = []
+    found: list[Recorded] = []
     for line, data in json_lines(path):
-        kinds = [kind for kind in ("tree", "marginals") if isinstance(data, dict) and kind in data]
-        if len(kinds) != 1:
-            raise ValueError(f"{path}:{line}: got {data!r:.60}, expected an object with 'tree' or 'marginals'")
         try:
-            reader = DraftTree if kinds == ["tree"] else Marginals
-            found.append(reader.from_json(data[kinds[0]]))
+            found.append(recorded_from_json(data))
         except ValueError as error:
             raise ValueError(f"{path}:{line}: {error}") from None
     return found
+
+
+def recorded_from_json(data: object) -> Recorded:
+    """One recorded draft; a tree in any form of `formats.tree_from_json`. Raises ValueError for any other object."""
+    if is_tree(data):  # a round as other tools write it
+        return tree_from_json(data)
+    kinds = [kind for kind in ("tree", "marginals", "trees") if isinstance(data, dict) and kind in data]
+    if len(kinds) != 1:
+        raise ValueError(f"got {data!r:.60}, expected an object with 'tree', 'marginals' or 'trees'")
+    value = data[kinds[0]]
+    if kinds == ["trees"]:
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"trees: got {value!r:.60}, expected a list of trees, one for each round")
+        return tuple(map(tree_from_json, value))
+    return (tree_from_json if kinds == ["tree"] else Marginals.from_json)(value)
+
+
+def recorded_to_json(draft: Recorded) -> dict:
+    """The inverse of `recorded_from_json`."""
+    if isinstance(draft, Marginals):
+        columns = {"ids": draft.ids, "log_probs": draft.log_probs}
+        return {"marginals": {name: [list(row) for row in rows] for name, rows in columns.items()}}
+    if isinstance(draft, DraftTree):
+        return {"tree": draft.to_json()}
+    return {"trees": [tree.to_json() for tree in draft]}
 
 
 def recorded_tree(draft: DraftTree | Marginals, vocab: int, budget: int, root: int | None = None) -> DraftTree:

@@ -372,15 +372,17 @@ _QWEN3_6_27B = MappingProxyType(
 
 @dataclass(frozen=True)
 class Alias:
-    """A short name for a checkpoint. `shape` is its configuration where it is built in, for `--weights random`."""
+    """A short name for a checkpoint. `shape` is its configuration where it is built in, for `--weights random`;
+    `drafter` the hub id of the DFlash drafter that was published for it."""
 
     hub_id: str
     model_type: str
     shape: Mapping[str, object] | None = None
+    drafter: str | None = None
 
 
 ALIASES = {
-    "qwen3.6-27b": Alias("Qwen/Qwen3.6-27B", "qwen3_5_text", _QWEN3_6_27B),
+    "qwen3.6-27b": Alias("Qwen/Qwen3.6-27B", "qwen3_5_text", _QWEN3_6_27B, drafter="z-lab/Qwen3.6-27B-DFlash"),
     "qwen3.5-27b": Alias("Qwen/Qwen3.5-27B", "qwen3_5_text", _QWEN3_6_27B),
     "qwen3.5-9b": Alias("Qwen/Qwen3.5-9B", "qwen3_5_text"),
     "qwen3.5-4b": Alias("Qwen/Qwen3.5-4B", "qwen3_5_text"),

@@ -265,6 +265,31 @@ def from_paths(paths: Sequence[Sequence[int | None]]) -> DraftTree:
     return tree
 
 
+# --- any of them ------------------------------------------------------------------------------------------------------
+
+
+def is_tree(data: object) -> bool:
+    """Whether a JSON value has the keys of a tree in one of the forms that `tree_from_json` reads."""
+    return isinstance(data, dict) and (
+        "paths" in data or "node_token_ids" in data or {"tokens", "parents"} <= data.keys()
+    )
+
+
+def tree_from_json(data: object) -> DraftTree:
+    """A tree as {"tokens", "parents"}, as one round of a DDTree trace, or as {"paths": [[...], ...]}.
+
+    Raises ValueError naming the node, the path, or the keys that are missing.
+    """
+    if isinstance(data, dict) and "node_token_ids" in data:
+        return from_trace({"accepted_indices": [0], **data})[0]
+    if isinstance(data, dict) and "paths" in data:
+        paths = data["paths"]
+        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+            raise ValueError(f"paths: {paths!r:.60}, expected a list of lists of token ids")
+        return from_paths(paths)
+    return DraftTree.from_json(data)
+
+
 # --- shared checks ----------------------------------------------------------------------------------------------------
 
 

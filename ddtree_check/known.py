@@ -9,6 +9,7 @@ from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from .files import read_text
 from .resources import fixtures_dir
 from .verdict import MODES, ModeResult
 
@@ -28,6 +29,12 @@ class KnownFailure:
     measured: str
 
     def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "families" and not isinstance(value, str):
+                raise ValueError(f"known failure {self.id!r:.40}: {field.name} {value!r:.40}, expected a text")
+        if not self.families or not all(isinstance(family, str) for family in self.families):
+            raise ValueError(f"known failure {self.id}: families {self.families!r:.60}, expected model types")
         if self.mode and self.mode not in MODES:
             raise ValueError(f"known failure {self.id}: mode {self.mode!r}, expected '' or one of {', '.join(MODES)}")
         try:
@@ -48,10 +55,22 @@ def load_known(path: Path | None = None) -> tuple[KnownFailure, ...]:
     path = path or fixtures_dir() / "known_failures.toml"
     names = {field.name for field in fields(KnownFailure)}
     found = []
-    for number, entry in enumerate(tomllib.loads(path.read_text(encoding="utf-8")).get("failure", ()), start=1):
-        if entry.keys() != names:
-            raise ValueError(f"{path}: entry {number} has {', '.join(entry)}; expected {', '.join(sorted(names))}")
-        found.append(KnownFailure(**entry | {"families": tuple(entry["families"])}))
+    try:
+        entries = tomllib.loads(read_text(path)).get("failure", [])
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}, expected TOML") from None
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: failure is {entries!r:.60}, expected [[failure]] entries")
+    for number, entry in enumerate(entries, start=1):
+        if not isinstance(entry, dict) or entry.keys() != names:
+            got = ", ".join(entry) if isinstance(entry, dict) else repr(entry)
+            raise ValueError(f"{path}: entry {number} has {got}; expected {', '.join(sorted(names))}")
+        if not isinstance(entry["families"], list):
+            raise ValueError(f"{path}: entry {number}: families {entry['families']!r:.60}, expected a list")
+        try:
+            found.append(KnownFailure(**entry | {"families": tuple(entry["families"])}))
+        except ValueError as error:
+            raise ValueError(f"{path}: entry {number}: {error}") from None
     return tuple(found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,12 +61,20 @@ def spread(paths: Sequence[Path], parts: Sequence[Differences], nodes: int):
 
 
 def chain_run(
-    engine, prefix, tree: DraftTree, reference: torch.Tensor, *, forked: bool, limit: int | None = None, exact=None
+    engine,
+    prefix,
+    tree: DraftTree,
+    reference: torch.Tensor,
+    *,
+    forked: bool,
+    limit: int | None = None,
+    exact=None,
+    sink: Callable | None = None,
 ) -> tuple[Differences, np.ndarray, np.ndarray | None]:
     """Every root-to-leaf path as a chain as wide as the tree, against `reference` [n, vocabulary].
 
     forked False: the engine's own multi-token pass (mode `linear`, control E_pad); True: its tree path (E_chain).
-    limit: run so many paths only. exact: an oracle's logits [n, vocabulary].
+    limit: run so many paths only. exact: an oracle's logits [n, vocabulary]. sink(nodes, logits) is given every row.
     Returns (Differences [n], measured bool [n], absolute errors [n] or None); a node that was not measured holds
     another node's figures.
     """
@@ -76,6 +84,8 @@ def chain_run(
         chain = padded_chain(tree, path.nodes, len(tree))
         logits = engine.verify(prefix, chain, FORKED if forked else None).logits[list(path.owned)]
         nodes = [path.nodes[place] for place in path.owned]
+        if sink:
+            sink(nodes, logits)
         parts.append(measure(reference[nodes], logits))
         errors.append(absolute(None if exact is None else exact[nodes], logits))
     found, measured, where = spread(paths, parts, len(tree))
@@ -87,9 +97,18 @@ def absolute(exact: torch.Tensor | None, logits: torch.Tensor) -> np.ndarray | N
     return None if exact is None else measure(exact, logits.to(exact)).max_abs
 
 
-def forward_run(engine, prompt: Sequence[int], tree: DraftTree, reference: torch.Tensor) -> Differences:
-    """Every root-to-leaf path by a full forward pass without a cache, in batches padded on the right."""
-    paths = leaf_paths(tree)
+def forward_run(
+    engine,
+    prompt: Sequence[int],
+    tree: DraftTree,
+    reference: torch.Tensor,
+    *,
+    limit: int | None = None,
+    sink: Callable | None = None,
+) -> Differences:
+    """Every root-to-leaf path, or `limit` of them, by a full forward pass without a cache, in batches padded on the
+    right. A node that was not measured holds another node's figures."""
+    paths = leaf_paths(tree, limit)
     parts = []
     for batch in _batches(paths, len(prompt)):
         longest = max(len(path.nodes) for path in batch)
@@ -100,21 +119,34 @@ def forward_run(engine, prompt: Sequence[int], tree: DraftTree, reference: torch
         logits = engine.forward(tokens, longest)
         for path, rows in zip(batch, logits, strict=True):
             owned = list(path.owned)
-            parts.append(measure(reference[[path.nodes[place] for place in owned]], rows[owned]))
+            nodes = [path.nodes[place] for place in owned]
+            if sink:
+                sink(nodes, rows[owned])
+            parts.append(measure(reference[nodes], rows[owned]))
     return spread(paths, parts, len(tree))[0]
 
 
-def repeat_run(engine, prefix, tree: DraftTree, reference: torch.Tensor, *, batched: bool = False) -> Differences:
+def repeat_run(
+    engine, prefix, tree: DraftTree, reference: torch.Tensor, *, batched: bool = False, sink: Callable | None = None
+) -> Differences:
     """Decoding once more, which must give the same: the path to the deepest node, or all nodes if `batched`."""
     if batched:
-        return measure(reference, engine.decode(prefix, tree, batched=True))
-    return strict_run(engine, prefix, tree, reference)
+        again = engine.decode(prefix, tree, batched=True)
+        if sink:
+            sink(range(len(tree)), again)
+        return measure(reference, again)
+    return strict_run(engine, prefix, tree, reference, sink=sink)
 
 
-def strict_run(engine, prefix, tree: DraftTree, reference: torch.Tensor) -> Differences:
+def strict_run(
+    engine, prefix, tree: DraftTree, reference: torch.Tensor, *, sink: Callable | None = None
+) -> Differences:
     """The path to the deepest node by one-token steps at batch 1, nodes in path order."""
     path = list(tree.path(max(range(len(tree)), key=lambda node: tree.depth[node])))
-    return measure(reference[path], engine.decode(prefix, DraftTree.chain([tree.tokens[node] for node in path])))
+    again = engine.decode(prefix, DraftTree.chain([tree.tokens[node] for node in path]))
+    if sink:
+        sink(path, again)
+    return measure(reference[path], again)
 
 
 def _batches(paths: Sequence[Path], prompt: int) -> Iterator[list[Path]]:

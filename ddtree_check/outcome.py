@@ -5,17 +5,22 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from .attribution import Finding
 from .case import Case
 from .commit import Accept
 from .compare import Differences
-from .verdict import NODE_VERDICTS, Leak, ModeResult, conclude
+from .sampled import Sampled
+from .sensitivity import Reaction
+from .ties import Ties
+from .verdict import CONTROL, NODE_VERDICTS, Leak, ModeResult, conclude, judged_as
 from .wiring import Attention, Conv, Layer, Plan, State
 
 SCHEMA = "ddtree-check/1"
+FIGURES = ("argmax", "max_abs", "rms", "kl", "tv", "ar_rank", "floor", "verdict")  # of a node in a mode
 OUTLIER = 10  # times the error of linear and forked, at the median node, before ar is called the outlier
 
 
@@ -23,15 +28,22 @@ OUTLIER = 10  # times the error of linear and forked, at the median node, before
 class Outcome:
     """One case: the differences of each mode to ar, the floor and result of each, and what else was seen.
 
+    A mode that was not run has a result, without verdicts, and no differences and no acceptance.
+
+    ar         the reference against itself: its argmax and margin
     plan       the control's wiring on this tree;  leak  what it did
     controls   errors [n] of the runs that are equal by construction
     exact      errors [n] of ar and each mode against the float64 oracle, if there was one
     library_unforked   largest |difference| of the library's own unforked pass to ours
     batched    largest |difference| of a batched reference to one-token steps, on one path
     accepts    the paths that were committed by force, if any were asked for
+    sampled    what sampling makes of each mode; empty for greedy decoding
+    ties       equal largest logits, and who takes which
+    attribution   where the fault of a red mode enters, for those that were looked into
     """
 
     case: Case
+    ar: Differences
     differences: dict[str, Differences]
     floors: dict[str, np.ndarray | None]
     results: dict[str, ModeResult]
@@ -43,17 +55,28 @@ class Outcome:
     exact: dict[str, np.ndarray]
     batched: float | None = None
     accepts: tuple[Accept, ...] | None = None
+    sampled: dict[str, Sampled] = field(default_factory=dict)
+    ties: Ties = field(default_factory=Ties)
+    attribution: dict[str, Finding] = field(default_factory=dict)
 
 
-def make_record(outcomes: Sequence[Outcome], layers: Sequence[Layer], settings, environment: dict, model: dict) -> dict:
+def make_record(
+    outcomes: Sequence[Outcome],
+    layers: Sequence[Layer],
+    settings,
+    environment: dict,
+    model: dict,
+    reactions: Sequence[Reaction] = (),
+) -> dict:
     """The record of a run: settings, environment and model as given, the cases, and one verdict."""
     verdict = conclude(
         [outcome.results for outcome in outcomes],
         [outcome.leak for outcome in outcomes],
         settings.rule,
-        environment["dtype"],
+        judged_as(environment),
         settings.require,
         [accept for outcome in outcomes for accept in outcome.accepts or ()],
+        reactions,
     )
     cases = [_case_json(outcome) for outcome in outcomes]
     return {
@@ -67,8 +90,9 @@ def make_record(outcomes: Sequence[Outcome], layers: Sequence[Layer], settings, 
             "factor": settings.rule.factor,
             "ulps": settings.rule.ulps,
             "controls": {
-                name: _number(max(float(np.max(outcome.controls[name])) for outcome in outcomes))
+                name: _number(max(float(np.max(o.controls[name])) for o in outcomes if name in o.controls))
                 for name in ("forward", "pad", "chain")
+                if any(name in outcome.controls for outcome in outcomes)
             },
             "library_unforked": _largest(outcome.library_unforked for outcome in outcomes),
             "batched_against_strict": _largest(outcome.batched for outcome in outcomes),
@@ -77,6 +101,7 @@ def make_record(outcomes: Sequence[Outcome], layers: Sequence[Layer], settings, 
         "oracle": _oracle(outcomes),
         "leakage": _leakage(outcomes),
         "coverage": _coverage(layers, outcomes),
+        "sensitivity": [reaction.to_json() for reaction in reactions],
         "verdict": {
             "text": verdict.text,
             "modes": verdict.modes,
@@ -89,8 +114,7 @@ def make_record(outcomes: Sequence[Outcome], layers: Sequence[Layer], settings, 
 
 def _case_json(outcome: Outcome) -> dict:
     tree, leak, plan = outcome.case.tree, outcome.leak, outcome.plan
-    reference = outcome.differences["tree_forked"]
-    nodes = []
+    reference, nodes = outcome.ar, []
     for node in range(len(tree)):
         entry = {
             "node": node,
@@ -106,8 +130,11 @@ def _case_json(outcome: Outcome) -> dict:
         }
         for mode, errors in outcome.exact.items():
             entry.setdefault("oracle", {})[mode] = _number(errors[node])
-        for mode, found in outcome.differences.items():
-            floor = outcome.floors[mode]
+        for mode in outcome.results:
+            if mode not in outcome.differences:
+                entry[mode] = dict.fromkeys(FIGURES)
+                continue
+            found, floor = outcome.differences[mode], outcome.floors[mode]
             verdicts = outcome.results[mode].verdicts
             entry[mode] = {
                 "argmax": int(found.run_argmax[node]),
@@ -119,23 +146,29 @@ def _case_json(outcome: Outcome) -> dict:
                 "floor": None if floor is None else _number(floor[node]),
                 "verdict": verdicts[node] if verdicts else None,
             }
+            if mode in outcome.sampled:
+                entry["ar"]["choice"] = int(outcome.sampled[mode].ar_choice[node])
+                entry[mode]["sampled"] = outcome.sampled[mode].node_json(node)
         nodes.append(entry)
     modes = {}
     for mode, result in outcome.results.items():
-        error = outcome.differences[mode].max_abs
+        error = outcome.differences[mode].max_abs if mode in outcome.differences else None
         modes[mode] = {
             "verdict": result.verdict,
             "reason": result.reason,
             "nodes": len(tree),
             **{name: result.count(name) for name in NODE_VERDICTS},
-            "max_abs": _number(np.max(error)),
-            "median_abs": _number(np.median(error)),
+            "max_abs": None if error is None else _number(np.max(error)),
+            "median_abs": None if error is None else _number(np.median(error)),
         }
+        if mode in outcome.sampled:
+            modes[mode]["sampled"] = outcome.sampled[mode].mode_json(tree, result.verdicts)
     return {
         **outcome.case.to_json(),
         "nodes": nodes,
         "modes": modes,
         "acceptance": outcome.acceptance,
+        "ties": outcome.ties.to_json(),
         "leak_law": {
             "contaminated": sorted(leak.contaminated),
             "near": sorted(leak.near),
@@ -144,6 +177,7 @@ def _case_json(outcome: Outcome) -> dict:
             "clean_bitwise_equal": leak.clean_equal,
         },
         "commit": None if outcome.accepts is None else [accept.to_json() for accept in outcome.accepts],
+        "attribution": {mode: found.to_json() for mode, found in outcome.attribution.items()},
     }
 
 
@@ -151,29 +185,33 @@ def _oracle(outcomes: Sequence[Outcome]) -> dict | None:
     """Median and largest absolute error of ar and each mode over all nodes, and whether ar is the outlier."""
     if not outcomes[0].exact:
         return None
-    errors = {mode: np.concatenate([outcome.exact[mode] for outcome in outcomes]) for mode in outcomes[0].exact}
+    names = [mode for mode in outcomes[0].exact if all(mode in outcome.exact for outcome in outcomes)]
+    errors = {mode: np.concatenate([outcome.exact[mode] for outcome in outcomes]) for mode in names}
     found = {
         mode: {"median_abs": _number(np.median(error)), "max_abs": _number(np.max(error))}
         for mode, error in errors.items()
     }
+    if not {"linear", "tree_forked"} <= errors.keys():
+        return {**found, "ar_is_the_outlier": False}
     others = np.maximum(errors["linear"], errors["tree_forked"])
     # Two runs that agree with the oracle and not with ar: then ar is what is off, not they.
     return {**found, "ar_is_the_outlier": bool(np.median(errors["ar"]) > OUTLIER * np.median(others))}
 
 
 def _leakage(outcomes: Sequence[Outcome]) -> dict:
-    """The headline: what not forking did, over all cases."""
+    """The headline: what not forking did, over the cases in which it was run. `rounds` 0: it was run in none."""
     dirty = sum(len(outcome.leak.contaminated) for outcome in outcomes)
-    kl = [outcome.differences["tree_unforked"].kl[sorted(outcome.leak.contaminated)] for outcome in outcomes if dirty]
-    walks = [outcome.acceptance["tree_unforked"] for outcome in outcomes]
+    run = [outcome for outcome in outcomes if CONTROL in outcome.differences]
+    kl = [outcome.differences[CONTROL].kl[sorted(outcome.leak.contaminated)] for outcome in run if dirty]
+    walks = [outcome.acceptance[CONTROL] for outcome in run]
     return {
         "nodes": sum(len(outcome.case.tree) for outcome in outcomes),
         "contaminated": dirty,
-        "flipped": sum(outcome.results["tree_unforked"].count("flip") for outcome in outcomes),
-        "median_kl": _number(np.median(np.concatenate(kl))) if dirty else 0.0,
-        "rounds": len(outcomes),
+        "flipped": sum(outcome.results[CONTROL].count("flip") for outcome in outcomes),
+        "median_kl": _number(np.median(np.concatenate(kl))) if kl and sum(map(len, kl)) else 0.0,
+        "rounds": len(run),
         "rounds_changed": sum(bool(w["wrong_accept"] or w["wrong_reject"] or w["wrong_bonus"]) for w in walks),
-        "wrong_accept_per_round": sum(len(walk["wrong_accept"]) for walk in walks) / len(outcomes),
+        "wrong_accept_per_round": sum(len(walk["wrong_accept"]) for walk in walks) / max(1, len(run)),
     }
 
 

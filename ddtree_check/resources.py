@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 EMBEDDED = "tiny-qwen3_5"  # the default model: in the repository and in the wheel, nothing to download
+DRAFTER = "tiny-dflash"  # its drafter, likewise
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -7,9 +7,8 @@ tree, long after the texts have parted.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +17,35 @@ import numpy as np
 import torch
 
 from . import __version__
-from .accept import Accepted, compare_walks, greedy_walk
-from .check import Item, Settings, stand_in
+from .accept import Accepted, compare_walks, descend
+from .check import Item, Settings, draft_tree, from_drafter, stand_in
 from .commit import compare_contents
 from .compare import measure
-from .draft import Marginals, best_first, ngram_marginals
-from .errors import UsageError
-from .files import parse_json
+from .draft import (
+    Marginals,
+    best_first,
+    drafter_says,
+    expected_accepts,
+    ngram_marginals,
+    recorded_to_json,
+    surprise,
+)
+from .engines.checked import Checked
+from .errors import Unsupported, UsageError
+from .journal import append_journal, resume_journal
 from .known import load_known
 from .noise import padded_chain
+from .sampled import mode_row
+from .sampling import Sampler, Sampling
 from .tree import DraftTree
-from .verdict import CONTROL, TEXTS
+from .verdict import CONTROL, TEXTS, judged_as
 from .wiring import FORKED, UNFORKED, Conv, State, Wiring, reads
 
 SCHEMA = "ddtree-check/rounds/1"
 SHADOW = "shadow"
+GREEDY = Sampler(Sampling(), 0, ())
+POLLUTED = {"bfloat16": 0.25, "float16": 0.25}  # features further off, relative to their rms; 1e-3 in other dtypes
+POLLUTION = "the drafter read what a leaked verify left: polluted features"
 DEEP, ASIDE = 0.3, 0.1  # shares of rounds that must accept two nodes or more, and leave the first branch
 
 
@@ -66,8 +79,9 @@ class Rounds:
 
     def __post_init__(self):
         for name, least in (("rounds", 1), ("plain", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name}: got {getattr(self, name)}, expected a number of at least {least}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{name}: got {value!r}, expected a number of at least {least}")
         unknown = [mode for mode in self.modes if mode not in MODES]
         if unknown or not self.modes:
             raise UsageError(f"modes: got {', '.join(unknown) or 'none'}, expected some of {', '.join(MODES)}")
@@ -91,6 +105,7 @@ def generate(
     the prompts that are finished; a run that was killed goes on after them. Raises UsageError for a journal of another
     run and for a prompt that fills the model's context.
     """
+    engine = Checked(settings.whole(engine))
     for item in items:
         if engine.max_length is not None and len(item.tokens) >= engine.max_length:
             raise UsageError(
@@ -99,17 +114,19 @@ def generate(
     environment = engine.describe()
     known = {entry.mode for entry in load_known() if entry.covers(environment.get("model_type"), environment)}
     head = {"settings": settings.to_json(), "rounds": rounds.to_json(), "environment": environment}
-    done = _resume(journal, head) if journal is not None else {}
+    done = {} if journal is None else {line["id"]: line for line in resume_journal(journal, head)}
     found = []
     for place, item in enumerate(items):
         if progress:
             progress(place, len(items), item.id)
         key = {"id": item.id, "prompt_tokens": list(item.tokens)}
+        if item.recorded is not None:
+            key["recorded"] = recorded_to_json(item.recorded)
         result = done.get(item.id)
-        if result is None or result["prompt_tokens"] != key["prompt_tokens"]:
-            result = key | {"modes": _run_prompt(engine, item, settings, rounds)}
+        if result is None or any(result.get(name) != key.get(name) for name in ("prompt_tokens", "recorded")):
+            result = key | _run_prompt(engine, item, settings, rounds)
             if journal is not None:
-                _append(journal, result)
+                append_journal(journal, result)
         found.append(result)
     if progress:
         progress(len(items), len(items), "done")
@@ -120,65 +137,85 @@ def generate(
 
 
 def _run_prompt(engine, item: Item, settings: Settings, rounds: Rounds) -> dict[str, dict]:
-    modes = {mode: _Run(engine, item, settings, rounds, MODES[mode], mode).run() for mode in rounds.modes}
-    longest = max(len(found["tokens"]) for found in modes.values())
-    text = list(_plain_text(engine, item.tokens, longest, rounds.stop))
+    """{"modes": what came of each, "refused": why the engine does not run the others}."""
+    modes, refused = {}, {}
+    for mode in rounds.modes:
+        wirings = (MODES[mode].verify, MODES[mode].commit)
+        reason = next(filter(None, map(engine.supports, wirings)), None)
+        try:
+            if reason:
+                raise Unsupported(reason)
+            modes[mode] = _Run(engine, item, settings, rounds, MODES[mode], mode).run()
+        except Unsupported as error:
+            refused[mode] = str(error)
+    longest = max((len(found["tokens"]) for found in modes.values()), default=0)
+    sampler = Sampler(settings.sampling, settings.seed, item.tokens)
+    text = list(_plain_text(engine, item.tokens, longest, rounds.stop, sampler))
     for found in modes.values():
         pairs = list(zip(found["tokens"], text, strict=False))
         same = sum(mine == theirs for mine, theirs in pairs)
         found["agreement"] = same / max(1, len(pairs))
         found["same_text"] = same == len(pairs)
-    return modes
+    return {"modes": modes, "refused": refused}
 
 
-def _plain_text(engine, prompt: Sequence[int], count: int, stop: frozenset[int]) -> Iterator[int]:
+def _plain_text(
+    engine, prompt: Sequence[int], count: int, stop: frozenset[int], sampler: Sampler = GREEDY
+) -> Iterator[int]:
     """Autoregressive decoding: up to `count` tokens after the prompt, the end-of-text token included."""
     prefix = engine.prefill(prompt)
-    token = int(prefix.logits.argmax())
+    text = [sampler.pick(prefix.logits, ())]
     for _ in range(count):
-        yield token
-        if token in stop:
+        yield text[-1]
+        if text[-1] in stop:
             return
-        logits, prefix = engine.step(prefix, token)
-        token = int(logits.argmax())
+        logits, prefix = engine.step(prefix, text[-1])
+        text.append(sampler.pick(logits, text))
 
 
 class Ahead:
-    """Plain decoding beside a text: `before` stands before the root, and looks ahead greedily as far as it is asked."""
+    """Plain decoding beside a text: `before` stands before the root, and looks ahead by the sampler's tokens as far as
+    it is asked. `made` is the text before the root."""
 
-    def __init__(self, engine, prefix, root: int):
-        self.engine, self.before, self.root = engine, prefix, root
+    def __init__(self, engine, prefix, root: int, sampler: Sampler = GREEDY):
+        self.engine, self.before, self.root, self.sampler, self.made = engine, prefix, root, sampler, ()
+        self.passed: list = []  # the Prefix behind each token of the last advance
         self._steps: list[tuple[int, torch.Tensor, object]] = []
 
     def row(self, k: int) -> torch.Tensor:
-        """Logits after the root and k tokens of the greedy text that follows it."""
+        """Logits after the root and k tokens of the text that follows it."""
         while len(self._steps) <= k:
-            token, start = (int(self._steps[-1][1].argmax()), self._steps[-1][2]) if self._steps else (None, None)
-            token, start = (self.root, self.before) if token is None else (token, start)
+            last = len(self._steps) - 1
+            token, start = (self.root, self.before) if last < 0 else (self.token(last), self._steps[last][2])
             self._steps.append((token, *self.engine.step(start, token)))
         return self._steps[k][1]
 
+    def token(self, k: int) -> int:
+        """The token that follows there."""
+        row = self.row(k)
+        return self.sampler.pick(row, (*self.made, *(step[0] for step in self._steps[: k + 1])))
+
     def advance(self, tokens: Sequence[int], root: int) -> None:
         """Commits the root and what was accepted; what was looked up on the way is kept."""
+        self.passed = []
         for token in tokens:
             if self._steps and self._steps[0][0] == token:
                 self.before = self._steps.pop(0)[2]
             else:
                 self._steps.clear()
                 _, self.before = self.engine.step(self.before, token)
-        self.root = root
+            self.passed.append(self.before)
+        self.root, self.made = root, (*self.made, *tokens)
         if self._steps and self._steps[0][0] != root:
             self._steps.clear()
 
     def walk(self, tree: DraftTree) -> Accepted:
         """What plain decoding accepts of a tree."""
-        path = [0]
-        while True:
-            token = int(self.row(len(path) - 1).argmax())
-            child = next((node for node in tree.children[path[-1]] if tree.tokens[node] == token), None)
-            if child is None:
-                return Accepted(tuple(path), token)
-            path.append(child)
+
+        def choose(node: int) -> int:
+            return self.sampler.pick(self.row(tree.depth[node]), (*self.made, *tree.path_tokens(node)))
+
+        return descend(tree, choose)
 
 
 class _Run:
@@ -188,11 +225,17 @@ class _Run:
         self.engine, self.item, self.settings, self.rounds, self.mode, self.name = (
             engine, item, settings, rounds, mode, name,
         )  # fmt: skip
-        self.dtype = engine.describe()["dtype"]
+        self.dtype = judged_as(engine.describe())
         self.prefix = engine.prefill(item.tokens)
-        self.root = int(self.prefix.logits.argmax())
+        self.sampler = Sampler(settings.sampling, settings.seed, item.tokens)
+        self.root = self.sampler.pick(self.prefix.logits, ())
         self.text = [self.root]
-        self.ahead = Ahead(engine, self.prefix, self.root)
+        self.ahead = Ahead(engine, self.prefix, self.root, self.sampler)
+        # What a drafter reads of the target: the prompt's features, then those that each round's own pass accepted.
+        reads_target = settings.draft == "dflash" and item.drafter is not None
+        self.features = [self.prefix.features] if reads_target else None
+        self.polluted = False
+        self.table: np.ndarray | None = None  # this round's marginals
 
     def run(self) -> dict:
         found, ended = [], "rounds"
@@ -219,11 +262,11 @@ class _Run:
             tree = first_branch(tree)
         if plain:
             logits, committed = self.engine.step(self.prefix, self.root)
-            logits = logits[None]
+            verified, logits = committed, logits[None]
         else:
             verified, committed = self.engine.verify(self.prefix, tree, self.mode.verify), None
             logits = verified.logits
-        walk = greedy_walk(tree, logits.argmax(-1).cpu().numpy())
+        walk = self._walk(tree, logits)
         right = self.ahead.walk(tree)
         walk, right = (_until_stop(tree, w, self.rounds.stop) for w in (walk, right))
         parted = self._parted(tree, walk, right, logits)
@@ -232,11 +275,17 @@ class _Run:
             committed = self._commit(tree, taken.path[-1], verified)
         ended = tree.tokens[taken.path[-1]] in self.rounds.stop and len(taken.path) > 1
         emitted = [tree.tokens[node] for node in taken.path[1:]] + ([] if ended else [taken.bonus])
+        drafter = None if self.features is None or plain or self.table is None else self._drafter_record(tree, right)
         self.ahead.advance(tree.path_tokens(taken.path[-1]), taken.bonus)
+        if self.features is not None:
+            self._keep_features(verified, taken.path)
         record = {
             "round": number,
             "position": len(self.text),
             "nodes": len(tree) - 1,
+            "tree": tree.to_json(),
+            "path": list(walk.path),
+            "ar_path": list(right.path),
             "plain": bool(plain),
             "accepted": walk.accepted,
             "ar_accepted": right.accepted,
@@ -244,10 +293,59 @@ class _Run:
             "emitted": len(emitted),
             "parted": parted,
             "drift": self._drift(committed),
+            "drafter": drafter,
         }
         self.text += emitted
         self.prefix, self.root = committed, taken.bonus
         return record
+
+    def _walk(self, tree: DraftTree, logits: torch.Tensor) -> Accepted:
+        if not self.sampler.sampling.active:
+            return descend(tree, self._chosen(tree, range(len(tree)), logits).__getitem__)
+
+        def choose(node: int) -> int:
+            log_q, _ = self._drawn_from(tree, node, logits)
+            token = self.sampler.draw(log_q, (*self.text[:-1], *tree.path_tokens(node)))
+            return token if token >= 0 else int(logits[node].argmax())
+
+        return descend(tree, choose)
+
+    def _chosen(self, tree: DraftTree, nodes: Sequence[int], logits: torch.Tensor) -> list[int]:
+        """The tokens that the engine takes greedily, by itself where it picks tokens."""
+        own = None if self.name == SHADOW else getattr(self.engine, "chosen", None)
+        return logits.argmax(-1).tolist() if own is None else list(map(int, own(self.name, tree, list(nodes), logits)))
+
+    def _drawn_from(self, tree: DraftTree, node: int, logits: torch.Tensor) -> tuple[np.ndarray, bool]:
+        """What the mode draws from at a node, and whether that is its raw row processed as it should be."""
+        rule = self.settings.history if self.name == CONTROL else "path"
+        made = tuple(self.text[:-1])
+        return mode_row(self.engine, self.sampler, rule, self.name, tree, node, logits[node], made)
+
+    def _drafter_record(self, tree: DraftTree, right: Accepted) -> dict:
+        """What the drafter expected of its draft and how much what followed surprised it, whether what it read was
+        polluted, and, in one mode, what plain decoding accepts of an n-gram draft in its place."""
+        ngram = None
+        if self.name == _reference(self.rounds) and self._room():
+            table = ngram_marginals((*self.item.tokens, *self.text), self._room(), self.engine.vocab_size)
+            ngram = self.ahead.walk(best_first(table, self.settings.budgets[0], root=self.root)).accepted
+        followed = [*tree.path_tokens(right.path[-1])[1:], right.bonus]
+        excess, variance = surprise(self.table, followed)
+        return {
+            "expected": expected_accepts(self.table, tree),
+            "excess": excess,
+            "variance": variance,
+            "polluted": self.polluted,
+            "ngram": ngram,
+        }
+
+    def _keep_features(self, verified, path: Sequence[int]) -> None:
+        """Appends the features of what was accepted, from this round's own verify pass, and notes whether they are
+        plain decoding's. In shadow the drafter reads plain decoding's."""
+        right = torch.cat([prefix.features for prefix in self.ahead.passed])
+        mine = right if self.name == SHADOW else verified.features[list(path)]
+        self.features.append(mine)
+        off, size = (part.double().square().mean().sqrt().item() for part in (mine - right, right))
+        self.polluted |= not off <= POLLUTED.get(self.dtype, 1e-3) * size
 
     def _commit(self, tree: DraftTree, node: int, verified):
         if self.mode.commit is None and not tree.is_chain:
@@ -260,17 +358,29 @@ class _Run:
     def _draft(self, number: int) -> DraftTree:
         settings, root, depth = self.settings, self.root, self._room()
         if not depth:
+            self.table = None
             return DraftTree((root,), (-1,))
+        if isinstance(self.item.recorded, tuple):
+            trees = self.item.recorded
+            tree = trees[number].with_root(root) if number < len(trees) else DraftTree((root,), (-1,))
+            tree = _no_deeper(tree, depth)
+            return tree if settings.order == "heap" else tree.reordered(settings.order)[0]
         if isinstance(self.item.recorded, Marginals):
             table = self.item.recorded.dense(self.engine.vocab_size)[:depth]
+        elif settings.draft == "dflash" and self.item.tree is None:
+            table = from_drafter(self.engine, self.item, torch.cat(self.features), root, depth)
         elif settings.draft == "ngram":
             table = ngram_marginals((*self.item.tokens, *self.text), depth, self.engine.vocab_size)
         elif settings.draft == "self" and self.item.tree is None and self.item.recorded is None:
-            rows = torch.stack([self.ahead.row(k) for k in range(depth)]).double().cpu().numpy()
-            table = stand_in(rows, settings, self.item.id, number)
+            rows = [self.sampler.favour(self.ahead.row(k), self.ahead.token(k)) for k in range(depth)]
+            table = stand_in(np.stack(rows), settings, self.item.id, number)
         else:
-            raise UsageError("rounds: got one fixed tree, expected a draft that goes on: self, ngram or marginals")
-        tree = best_first(table, settings.budgets[0], root=root)
+            raise UsageError(
+                "rounds: got one fixed tree, expected a draft that goes on: self, ngram, or recorded lines of "
+                "marginals or of trees, one for each round"
+            )
+        self.table = table
+        tree = draft_tree(table, settings, settings.budgets[0], root)
         return tree if settings.order == "heap" else tree.reordered(settings.order)[0]
 
     def _parted(self, tree: DraftTree, walk: Accepted, right: Accepted, logits: torch.Tensor) -> dict | None:
@@ -283,14 +393,21 @@ class _Run:
         difference = measure(row, logits[node : node + 1])
         path, rule = tree.path(node), self.settings.rule
         text = [*self.item.tokens, *self.text[:-1], *tree.path_tokens(node)]
-        controls = [measure(row, self.engine.forward([text], 1)[0]).max_abs]
-        if self.mode.verify is not None:  # a mode never enters its own floor
+        controls = []
+        with contextlib.suppress(Unsupported):
+            controls.append(measure(row, self.engine.forward([text], 1)[0]).max_abs)
+        if self.mode.verify is not None and self.engine.supports(None) is None:  # a mode never enters its own floor
             chain = self.engine.verify(self.ahead.before, padded_chain(tree, path, len(tree)), None).logits
             linear = measure(row, chain[len(path) - 1 : len(path)])
             if linear.max_abs[0] <= rule.chain_floor(controls, linear, self.dtype)[0]:  # only one that is right itself
                 controls.append(linear.max_abs)
         floor = rule.chain_floor(controls, difference, self.dtype)
         tie = bool(difference.max_abs[0] <= floor[0])
+        if tie and self.sampler.sampling.active:  # noise explains the logits, not what was made of them
+            tie = self._drawn_from(tree, node, logits)[1]
+        elif tie:  # a token that its own logits do not put first is no tie
+            (token,) = self._chosen(tree, [node], logits[node : node + 1])
+            tie = bool(logits[node, token] == logits[node].max())
         return {
             "node": node,
             "depth": tree.depth[node],
@@ -305,7 +422,13 @@ class _Run:
         }
 
     def _drift(self, committed) -> float | None:
-        """The stored states against plain decoding of the same text: largest rms difference / rms of any channel."""
+        """The stored states against plain decoding of the same text: largest rms difference / rms of any channel. None
+        if it is not finite or the engine shows no states."""
+        with contextlib.suppress(Unsupported):
+            return self._measured_drift(committed)
+        return None
+
+    def _measured_drift(self, committed) -> float | None:
         parts = compare_contents(
             self.engine.contents(self.ahead.before), self.engine.contents(committed), getattr(torch, self.dtype)
         )
@@ -320,6 +443,13 @@ def first_branch(tree: DraftTree) -> DraftTree:
     while tree.children[path[-1]]:
         path.append(tree.children[path[-1]][0])
     return DraftTree.chain([tree.tokens[node] for node in path])
+
+
+def _no_deeper(tree: DraftTree, depth: int) -> DraftTree:
+    """The tree without what is deeper than the context has room for."""
+    kept = [node for node in range(len(tree)) if tree.depth[node] <= depth]
+    place = {node: at for at, node in enumerate(kept)} | {-1: -1}
+    return DraftTree(tuple(tree.tokens[node] for node in kept), tuple(place[tree.parents[node]] for node in kept))
 
 
 def _until_stop(tree: DraftTree, walk: Accepted, stop: frozenset[int]) -> Accepted:
@@ -338,17 +468,23 @@ def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, lay
 
     known: modes that a library is known to compute wrong for this model; they leave plain decoding without a defect.
     """
-    summary = {mode: _summary([{"id": p["id"]} | p["modes"][mode] for p in prompts]) for mode in rounds.modes}
-    judged = [r for prompt in prompts for r in prompt["modes"][_reference(rounds)]["rounds"] if not r["plain"]]
+    refused = {mode: reason for prompt in prompts for mode, reason in prompt.get("refused", {}).items()}
+    run = [mode for mode in rounds.modes if mode not in refused]
+    summary = {mode: summarise([{"id": p["id"]} | p["modes"][mode] for p in prompts]) for mode in run}
+    telling = _reference(rounds, run)
+    judged = [r for prompt in prompts for r in prompt["modes"][telling]["rounds"] if not r["plain"]] if run else []
     coverage = {
         "rounds": len(judged),
         "accepted_two_or_more": _share(r["ar_accepted"] >= 2 for r in judged),
         "side_branch_accepts": _share(r["aside"] for r in judged),
+        "least": {"accepted_two_or_more": DEEP, "side_branch_accepts": ASIDE},
     }
     reasons, defect, open_ = [], False, False
     for mode in settings.require:
         if mode not in summary:
-            reasons.append(f"rounds: {mode}: not_run")
+            reasons.append(
+                f"rounds: {mode}: unsupported ({refused[mode]})" if mode in refused else f"rounds: {mode}: not_run"
+            )
             open_ = True
         elif summary[mode]["off"]:
             first = summary[mode]["first"]
@@ -359,6 +495,7 @@ def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, lay
                 f"{first['prompt']}, round {first['round']}, token {first['position']}, node {first['node']}, "
                 f"margin {margin})"
             )
+            reasons.append(f"rounds: {mode}: alarm: it {summary[mode]['alarm']}; its acceptance is withheld")
             defect |= mode not in known
     if (
         reads(layers, Conv, State)
@@ -380,18 +517,20 @@ def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, lay
         "settings": rounds.to_json(),
         "prompts": list(prompts),
         "summary": summary,
+        "unsupported": refused,
         "coverage": coverage,
         "verdict": {"text": TEXTS[code], "reasons": reasons},
         "exit_code": code,
     }
 
 
-def _reference(rounds: Rounds) -> str:
-    """The mode whose trees tell what was exercised: the forked tree's if it ran."""
-    return "tree_forked" if "tree_forked" in rounds.modes else rounds.modes[-1]
+def _reference(rounds: Rounds, run: Sequence[str] | None = None) -> str:
+    """The mode whose trees tell what was exercised, of those that ran: the forked tree's if it did."""
+    modes = rounds.modes if run is None else run
+    return "tree_forked" if not modes or "tree_forked" in modes else modes[-1]
 
 
-def _summary(runs: Sequence[Mapping]) -> dict:
+def summarise(runs: Sequence[Mapping]) -> dict:
     """Counts and averages over all rounds of a mode. `accepted_per_round` excludes the root and the bonus token and is
     withheld (None) when the mode's output is not plain decoding's: a speed bought with another text is none."""
     rounds = [(run, found) for run in runs for found in run["rounds"]]
@@ -421,11 +560,39 @@ def _summary(runs: Sequence[Mapping]) -> dict:
         "same_text": sum(run["same_text"] for run in runs),
         "texts": len(runs),
         "first": first,
+        "drafter": _drafter_summary(drafted, theirs / count, off),
         "drift": {
             "first": drift[0] if drift else None,
             "last": drift[-1] if drift else None,
             "largest": None if lost or not drift else max(drift),
         },
+    }
+
+
+def _drafter_summary(drafted: Sequence[Mapping], accepted: float, off: Sequence) -> dict | None:
+    """What the drafter expected per round beside what plain decoding accepts of its drafts, and what that says.
+
+    ngram: what plain decoding accepts of an n-gram draft in the same places, in the mode where it was asked, else None;
+    surprised: by what followed, in standard deviations (`draft.surprise`);
+    polluted: rounds that were drafted from features which are not plain decoding's.
+    """
+    own = [found["drafter"] for found in drafted if found.get("drafter")]
+    if not own:
+        return None
+    expected = sum(round["expected"] for round in own) / len(own)
+    asked = [round["ngram"] for round in own if round["ngram"] is not None]
+    ngram = sum(asked) / len(asked) if asked else None
+    polluted = sum(round["polluted"] for round in own)
+    excess, variance = (sum(round[name] for round in own) for name in ("excess", "variance"))
+    surprised = excess / variance**0.5 if variance else 0.0
+    says = POLLUTION if polluted else None if off else drafter_says(surprised, accepted, ngram)
+    return {
+        "expected": expected,
+        "accepted": accepted,
+        "ngram": ngram,
+        "surprised": surprised,
+        "polluted": polluted,
+        "says": says,
     }
 
 
@@ -443,13 +610,14 @@ def _share(values: Iterable[bool]) -> float:
 # The record
 
 
-def attach(record: dict, rounds: dict) -> dict:
-    """The record of a comparison with its rounds, and one verdict over both: a defect before what is inconclusive."""
-    codes = {record["exit_code"], rounds["exit_code"]}
+def attach(record: dict, section: str, found: dict) -> dict:
+    """The record of a comparison with one more section, and one verdict over both: a defect before what is
+    inconclusive."""
+    codes = {record["exit_code"], found["exit_code"]}
     code = 1 if 1 in codes else max(codes)
-    reasons = [*record["verdict"]["reasons"], *rounds["verdict"]["reasons"]]
+    reasons = [*record["verdict"]["reasons"], *found["verdict"]["reasons"]]
     verdict = record["verdict"] | {"text": TEXTS[code], "reasons": reasons}
-    return record | {"rounds": rounds, "verdict": verdict, "exit_code": code}
+    return record | {section: found, "verdict": verdict, "exit_code": code}
 
 
 def make_record(engine, rounds: dict, settings: Settings, model: dict) -> dict:
@@ -464,41 +632,6 @@ def make_record(engine, rounds: dict, settings: Settings, model: dict) -> dict:
         "verdict": rounds["verdict"],
         "exit_code": rounds["exit_code"],
     }
-
-
-# The journal
-
-
-def _resume(path: str | Path, head: dict) -> dict[str, dict]:
-    """Finished prompts of a journal by id. A new journal gets its head; a last line without an end is dropped."""
-    path = Path(path)
-    try:
-        data = path.read_bytes() if path.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole:
-            path.write_bytes(json.dumps(head).encode() + b"\n")
-            return {}
-        if whole != data:
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
-    except OSError as error:
-        raise UsageError(f"journal: {path} cannot be written ({error.strerror}), expected a file in a folder") from None
-    try:
-        lines = [parse_json(line, f"{path}:{n}") for n, line in enumerate(whole.decode().splitlines(), start=1)]
-    except ValueError as error:
-        raise UsageError(f"journal: {error}") from None
-    if lines[0] != json.loads(json.dumps(head)):
-        raise UsageError(
-            f"journal: {path} belongs to a run with other settings; give another file or the same settings"
-        )
-    return {line["id"]: line for line in lines[1:]}
-
-
-def _append(path: str | Path, result: dict) -> None:
-    with Path(path).open("ab") as file:
-        file.write(json.dumps(result, allow_nan=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _json(value: float) -> float | None:

@@ -28,8 +28,7 @@ def survey(
     """
     wanted = parse_dtype(dtype, torch.float32)
     config = AutoConfig.for_model(model_type, **SHAPES[model_type])
-    extra = {"experts_implementation": "eager"} if wanted == torch.float64 else {}
-    model = build_random(config, dtype=wanted, device=pick_device(device), seed=seed, **extra)
+    model = build_random(config, dtype=wanted, device=pick_device(device), seed=seed)
     engine = TransformersEngine(model, provenance={"name": f"tiny {model_type}", "weights": "random"})
     tokens = tuple(np.random.default_rng(seed).integers(0, VOCAB, prompt).tolist())
     prefix = engine.prefill(tokens)

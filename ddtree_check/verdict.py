@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
 from .compare import Differences
+from .tree import DraftTree
+from .wiring import UNFORKED, Attention, Layer, Plan, contaminated, reads
 
 NODE_VERDICTS = ("pass", "tie", "leak", "flip")
 MODES = ("linear", "tree_forked", "tree_unforked")
 CONTROL = "tree_unforked"
+NO_CONTROL = "no control of the tree's width was run, so nothing tells noise from a fault"
+NO_FORWARD = "beyond plain rounding, and no full forward pass was run that would tell noise from a fault"
 UNTRUSTED = "neither linear nor the chain control can be trusted"
 # Worst first: what a run says of a mode is the worst that any of its cases said.
 MODE_VERDICTS = ("fail", "reference_unusable", "unsupported", "not_run", "insensitive", "known_failure", "pass")
@@ -32,6 +36,7 @@ class Rule:
                    float64, largest median rms / std otherwise (a few rows may be amplified, all of them may not)
     rounding       a multi-token pass over a chain may differ by this share of a row's std whatever its controls say:
                    they can be exactly 0, where a full forward pass happens to run the very kernels of a decode step
+    across         where ar is another engine's: any right run may differ from it by this share of a row's std
     """
 
     factor: float = 4.0
@@ -45,6 +50,10 @@ class Rule:
     )
     rounding: dict[str, float] = field(
         default_factory=lambda: {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
+    )
+
+    across: dict[str, float] = field(
+        default_factory=lambda: {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
     )
 
     def floor(self, controls: Sequence[np.ndarray], ulp: np.ndarray) -> np.ndarray:
@@ -75,18 +84,25 @@ def beyond(verdicts: Sequence[str]) -> tuple[int, ...]:
     return tuple(node for node, verdict in enumerate(verdicts) if verdict in ("leak", "flip"))
 
 
-def reference_problem(repeat: Differences, forward: Differences, rule: Rule, dtype: str) -> str | None:
+def judged_as(environment: Mapping[str, object]) -> str:
+    """The dtype whose rules judge a run: the coarsest one that the engine names, where it computes in several."""
+    return str(environment.get("judged_as") or environment["dtype"])
+
+
+def reference_problem(repeat: Differences | None, forward: Differences | None, rule: Rule, dtype: str) -> str | None:
     """Why autoregressive decoding cannot serve as ground truth, or None.
 
-    repeat: a path decoded twice; forward: decoding against full forward passes, all nodes.
+    repeat: a path decoded twice; forward: decoding against full forward passes, all nodes. None: it was not run.
     """
-    drift = ~(repeat.max_abs <= rule.ulps * repeat.ulp)
+    drift = np.zeros(0, dtype=bool) if repeat is None else ~(repeat.max_abs <= rule.ulps * repeat.ulp)
     if drift.any():
         worst = int(np.argmax(np.where(np.isnan(repeat.max_abs), np.inf, repeat.max_abs)))
         return (
             f"ar does not repeat itself: |difference| {repeat.max_abs[worst]:.3g} at depth {worst}, "
             f"expected at most {rule.ulps * repeat.ulp[worst]:.3g}"
         )
+    if forward is None:
+        return None
     bound = rule.bounds[dtype]
     if dtype in EXACT:
         ratio, what = forward.max_abs / forward.std, "largest |difference| / std"
@@ -112,13 +128,18 @@ class ModeResult:
         return self.verdicts.count(name)
 
 
-def judge_linear(differences: Differences, floor: np.ndarray, problem: str | None) -> ModeResult:
+def judge_linear(
+    differences: Differences, floor: np.ndarray, problem: str | None, *, blind: bool = False
+) -> ModeResult:
+    """blind: the floor is the bound of plain rounding alone, which clears a run but cannot condemn it."""
     if problem:
         return ModeResult("reference_unusable", reason=problem)
     verdicts = judge(differences, floor)
     bad = beyond(verdicts)
     if not bad:
         return ModeResult("pass", verdicts)
+    if blind:
+        return ModeResult("reference_unusable", reason=NO_FORWARD)
     finite = bool(np.isfinite(differences.max_abs).all())
     return ModeResult("fail", verdicts, f"{len(bad)} nodes beyond the floor, first node {bad[0]}", finite)
 
@@ -126,6 +147,23 @@ def judge_linear(differences: Differences, floor: np.ndarray, problem: str | Non
 def judge_forked(differences: Differences, floor: np.ndarray | None, problem: str | None) -> ModeResult:
     """As `judge_linear`; a floor of None means that no control could be trusted."""
     return judge_linear(differences, floor, problem or (UNTRUSTED if floor is None else None))
+
+
+def near_skip(plan: Plan, dirty: frozenset[int], rule: Rule) -> frozenset[int]:
+    """Contaminated nodes that are at most `near_rows` path steps after a skip edge: those that must move."""
+    after = {node: plan.rows_since_skip(node) for node in dirty}
+    return frozenset(node for node, steps in after.items() if steps is not None and steps <= rule.near_rows)
+
+
+def name_cause(result: ModeResult, tree: DraftTree, layers: Sequence[Layer], rule: Rule) -> ModeResult:
+    """A failed tree pass whose bad nodes are those that rows in flat order contaminate, said in plain words."""
+    bad = frozenset(beyond(result.verdicts))
+    plan = UNFORKED.plan(tree)
+    dirty = contaminated(plan, layers)
+    if result.verdict != "fail" or not bad or not near_skip(plan, dirty, rule) <= bad <= dirty:
+        return result
+    also = "; a mask or positions in row order would hit the same nodes" if reads(layers, Attention) else ""
+    return replace(result, reason=f"{result.reason}; looks unforked: states read in row order{also}")
 
 
 @dataclass(frozen=True)
@@ -182,12 +220,13 @@ class Verdict:
 
 
 def conclude(
-    cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required, commits=()
-) -> Verdict:
+    cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required, commits=(),
+    reactions=(),
+) -> Verdict:  # fmt: skip
     """From all cases to one verdict and exit code, decided by the `required` modes.
 
     commits: what was found of each forced accept, with `modes` (verdict and reason of each), `path`, and `expected`,
-    the modes whose wiring must leave a wrong state there.
+    the modes whose wiring must leave a wrong state there. reactions: a `sensitivity.Reaction` for each kind of state.
     """
     reasons: list[str] = []
     modes = {
@@ -211,6 +250,9 @@ def conclude(
                 f"insensitive: {moved} of {near} contaminated nodes near a skip edge moved, expected {needed:.0%}; "
                 "this model or this input does not show a leak, so a pass says little"
             )
+    for calm in (reaction for reaction in reactions if not reaction.reacts):
+        sensitive = False
+        reasons.append(str(calm))
     outside = sum(len(leak.outside) for leak in leaks)
     unequal = sum(leak.clean_equal is False for leak in leaks)
     if outside or unequal:
@@ -224,16 +266,26 @@ def conclude(
     demanded = [modes[mode] for mode in required]
     for mode in required:
         # A pass that is known to be wrong cannot leave a right state.
-        wrong = [c for c in commits if c.modes[mode].verdict != "pass"] if modes[mode] != "known_failure" else []
-        if wrong:
-            worst = min(wrong, key=lambda commit: MODE_VERDICTS.index(commit.modes[mode].verdict))
+        wrong = (
+            [c for c in commits if mode in c.modes and c.modes[mode].verdict != "pass"]
+            if modes[mode] != "known_failure"
+            else []
+        )
+        for what, of, kind in (("commit after", "accepted paths", False), ("states of", "recorded nodes", True)):
+            own = [commit for commit in wrong if (getattr(commit, "pattern", "") == "state") == kind]
+            if not own:
+                continue
+            count = sum((getattr(commit, "pattern", "") == "state") == kind for commit in commits)
+            worst = min(own, key=lambda commit: MODE_VERDICTS.index(commit.modes[mode].verdict))
             found = worst.modes[mode]
             demanded.append(found.verdict)
             reasons.append(
-                f"commit after {mode}: {found.verdict} for {len(wrong)} of {len(commits)} accepted paths "
+                f"{what} {mode}: {found.verdict} for {len(own)} of {count} {of} "
                 f"(path {'-'.join(map(str, worst.path))}: {found.reason})"
             )
-    stray = [c for c in commits if c.modes[CONTROL].verdict == "fail" and CONTROL not in c.expected]
+    stray = [
+        c for c in commits if CONTROL in c.modes and c.modes[CONTROL].verdict == "fail" and CONTROL not in c.expected
+    ]
     if stray and CONTROL not in required:
         sensitive = False
         reasons.append(f"the unforked control is off: {len(stray)} commits are wrong though the law calls them clean")

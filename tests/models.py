@@ -21,8 +21,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 def make_engine(family: str, dtype: str = "float32", mixers: str = "library", seed: int = 0, **changes):
     config = AutoConfig.for_model(family, **(SHAPES[family] | changes))
-    extra = {"experts_implementation": "eager"} if dtype == "float64" and "num_experts" in SHAPES[family] else {}
-    model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=seed, **extra)
+    model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=seed)
     return TransformersEngine(model, mixers=mixers, provenance={"name": f"tiny {family}", "weights": "random"})
 
 

@@ -187,7 +187,7 @@ def test_a_bad_tree_file_is_named(tmp_path, content, message):
 def test_a_text_file_is_one_prompt(tmp_path):
     path = tmp_path / "tale.txt"
     path.write_bytes('\ufeffOnce,\r\n{"text": 1}\n\n'.encode())
-    assert load_prompts(path) == [Prompt("tale", 'Once,\r\n{"text": 1}\n')]
+    assert load_prompts(path) == [Prompt("tale", 'Once,\n{"text": 1}\n')]
 
 
 def test_json_lines_are_many_prompts(tmp_path):

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from ddtree_check.check import Item, Settings, check
+from ddtree_check.cli import main
 from ddtree_check.draft import Marginals
-from ddtree_check.errors import UsageError
+from ddtree_check.errors import Unsupported, UsageError
+from ddtree_check.inject import Faulty
 from ddtree_check.known import KnownFailure
+from ddtree_check.report.record import write_record
 from ddtree_check.tree import DraftTree
-from ddtree_check.wiring import BLANK, UNFORKED, Wiring
-from tests.faults import Faulty
+from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Wiring
 from tests.models import VOCAB, engine, prompt, tree
 
 SETTINGS = Settings(budgets=(8, 24))
@@ -200,7 +202,9 @@ def test_nan_logits_are_never_within_noise():
 def test_draft_sources_and_orders(draft, order):
     record = check(engine("qwen3_5_text"), ITEMS[:1], replace(SETTINGS, draft=draft, order=order, budgets=(12,)))
     assert record["exit_code"] == 0
-    assert record["cases"][0]["tree"]["source"] == {"draft": draft, "order": order, "seed": 0, "budget": 12}
+    source = record["cases"][0]["tree"]["source"]
+    assert 0 < source.pop("expected") <= 12  # nodes that the draft itself expects to be accepted
+    assert source == {"draft": draft, "order": order, "seed": 0, "budget": 12}
 
 
 def test_recorded_marginals_and_trees():
@@ -227,7 +231,8 @@ def test_batched_reference_gives_the_same_verdict():
 
 
 def test_no_pass_is_wasted(monkeypatch):
-    """One prefill, each union node decoded once, and per case: two controls a leaf path and three tree passes."""
+    """One prefill, three passes of one row that show the model's sensitivity, each union node decoded once, and per
+    case: two controls a leaf path and three tree passes."""
     host, calls = engine("qwen3_5_text"), []
     run = type(host)._run
 
@@ -240,7 +245,8 @@ def test_no_pass_is_wasted(monkeypatch):
     check(host, [Item("p", prompt(5), tree=case)], SETTINGS)
     steps = sum(shape == (1, 1) for shape in calls)
     rows = sum(shape == (1, len(case)) for shape in calls)
-    assert steps == len(case) + max(case.depth) + 1  # every node, and the deepest path once more
+    reactions = 3  # all states, none of the recurrence, none of the windows
+    assert steps == len(case) + max(case.depth) + 1 + reactions  # every node, and the deepest path once more
     assert rows == 2 * len(case.leaves) + 3
     assert len(calls) == steps + rows + 2  # the prefill and one batch of full forward passes
 
@@ -351,3 +357,85 @@ def test_known_failures_are_named_and_do_not_turn_the_exit_code(monkeypatch):
     healed.describe = host.describe
     record = check(healed, ITEMS[:1], SETTINGS)
     assert record["exit_code"] == 1 and any("no longer fails" in reason for reason in record["verdict"]["reasons"])
+
+
+def _refuse(host, *wirings):
+    """`host`, which says that it cannot run these wirings, and breaks if it is asked to."""
+    run = host.verify
+
+    def verify(prefix, tree, wiring):
+        assert wiring not in wirings, "asked for what it refused"
+        return run(prefix, tree, wiring)
+
+    return Faulty(host, supports=lambda wiring: "no such pass" if wiring in wirings else None, verify=verify)
+
+
+REFUSED = [
+    pytest.param((None,), {"linear": "unsupported", "tree_forked": "pass", "tree_unforked": "fail"}, id="linear"),
+    pytest.param((FORKED,), {"linear": "pass", "tree_forked": "unsupported", "tree_unforked": "fail"}, id="forked"),
+    pytest.param((UNFORKED,), {"linear": "pass", "tree_forked": "pass", "tree_unforked": "unsupported"}, id="control"),
+    pytest.param(
+        (None, FORKED),
+        {"linear": "unsupported", "tree_forked": "unsupported", "tree_unforked": "reference_unusable"},
+        id="linear-and-forked",
+    ),
+    pytest.param(
+        (None, FORKED, UNFORKED), dict.fromkeys(("linear", "tree_forked", "tree_unforked"), "unsupported"), id="all"
+    ),
+]
+
+
+@pytest.mark.parametrize(("wirings", "modes"), REFUSED)
+def test_what_an_engine_refuses_is_unsupported_and_no_pass(wirings, modes, tmp_path):
+    record = check(_refuse(engine("qwen3_5_text"), *wirings), ITEMS[:1], SETTINGS)
+    assert record["verdict"]["modes"] == modes and record["exit_code"] == 2
+    assert any("unsupported" in reason or "without the control" in reason for reason in record["verdict"]["reasons"])
+    lost = [mode for mode, verdict in modes.items() if verdict == "unsupported"]
+    for case in record["cases"]:
+        assert {mode for mode in modes if mode not in case["acceptance"]} == set(lost)
+        assert all(set(node[mode].values()) == {None} for node in case["nodes"] for mode in lost)
+        assert all(case["modes"][mode]["reason"] == "no such pass" for mode in lost)
+    if lost == ["linear"]:  # who cannot run it does not require it
+        settings = replace(SETTINGS, require=("tree_forked",))
+        assert check(_refuse(engine("qwen3_5_text"), *wirings), ITEMS[:1], settings)["exit_code"] == 0
+    path = tmp_path / "record.json"
+    write_record(path, record)
+    for view in ([], ["--case", "p0/8"], ["--case", "p0/8", "--node", "3"]):
+        for form in ("table", "markdown", "json", "csv"):
+            assert main(["show", str(path), *view, "--format", form]) == 0
+    assert main(["tree", str(path), "--case", "p0/8"]) == 0
+
+
+def test_a_required_control_that_is_refused_is_no_pass():
+    settings = replace(SETTINGS, require=("tree_unforked",))
+    assert check(_refuse(engine("qwen3_5_text"), UNFORKED), ITEMS[:1], settings)["exit_code"] == 2
+
+
+def _no_forward(paths, keep):
+    raise Unsupported("no full forward pass")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_a_full_forward_pass_rounding_alone_clears_linear(dtype):
+    record = check(_blind(dtype), ITEMS[:1], SETTINGS)
+    assert record["exit_code"] == 0 and record["floor"]["controls"].keys() == {"pad", "chain"}
+    bent = Faulty(_blind(dtype), linear=lambda logits: logits + torch.linspace(0, 4, logits.shape[-1]).to(logits))
+    record = check(bent, ITEMS[:1], SETTINGS)
+    # Only float32 can condemn it: what bf16 rounds away without a control nobody knows.
+    wanted = ("fail", 1) if dtype == "float32" else ("reference_unusable", 2)
+    assert (record["verdict"]["modes"]["linear"], record["exit_code"]) == wanted
+    assert record["verdict"]["modes"]["tree_forked"] == "pass"
+
+
+def _blind(dtype):
+    host = Faulty(engine("qwen3_5_text", dtype))
+    host.forward = _no_forward
+    return host
+
+
+def test_a_pass_that_fails_on_the_nodes_of_flat_rows_is_said_to_look_unforked():
+    record = check(Faulty(engine("qwen3_5_text"), forked=UNFORKED), ITEMS[:1], SETTINGS)
+    assert "looks unforked: states read in row order" in record["cases"][-1]["modes"]["tree_forked"]["reason"]
+    other = Faulty(engine("qwen3_5_text"), forked=Wiring("x", state=lambda t: (BLANK, *t.parents[1:])))
+    record = check(other, ITEMS[:1], SETTINGS)
+    assert "looks unforked" not in record["cases"][-1]["modes"]["tree_forked"]["reason"]

@@ -29,7 +29,6 @@ QUICK = "--limit 1 --length 2 --budget 3 --controls 1"
 def alone(monkeypatch):
     """An unknown model is looked for in the cache only: asking a hub that is not there takes half a minute."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.delenv("COLUMNS", raising=False)  # a worker of pytest-xdist has one
 
 
 @pytest.fixture(scope="session")
@@ -198,6 +197,8 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
         "--tree {in}/good.json --accept 0-1-3,zero",
         0,
     ),
+    ("batch", "--batch 2", "batch: got 2, expected numbers from 1 to 1, the number of prompts", "--batch 1", 0),
+    ("seed", "--seed -1", "seed: got -1, expected a number from 0 to", "--seed 1", 0),
     ("rounds", "--rounds 0", "rounds: got 0, expected a number of at least 1", "", 0),
     ("rounds-tree", "--rounds 1 --tree {in}/good.json", "rounds: got one fixed tree, expected a draft", "", 0),
     ("order", "--order up", "order: got up", "--order depth", 0),
@@ -267,7 +268,7 @@ def test_the_embedded_default_end_to_end(tmp_path, capfd):
     assert len(capfd.readouterr().out.splitlines()) > 9
     assert cli.main(["show", str(path), "--case", case, "--node", "8"]) == 0
     assert "\npath 0:" in capfd.readouterr().out
-    assert cli.main(["show", str(path), "--markdown"]) == 0
+    assert cli.main(["show", str(path), "--format", "markdown"]) == 0
     assert "## Cases" in capfd.readouterr().out
     assert cli.main(["tree", str(path), "--case", case]) == 0
     drawn = capfd.readouterr().out.splitlines()
@@ -341,7 +342,7 @@ VIEWS = [
     pytest.param(["show", "{path}", "--case", "b"], "case: got 'b', expected one of a/3", id="case"),
     pytest.param(["show", "{path}", "--case", "a/3", "--node", "9"], "node: got 9, expected 0..3", id="node"),
     pytest.param(["show", "{path}", "--node", "1"], "node: got 1 without a case", id="node-alone"),
-    pytest.param(["show", "{path}", "--markdown", "--case", "a/3"], "markdown: shows the whole", id="markdown-case"),
+    pytest.param(["show", "{path}", "--html", "x", "--case", "a/3"], "html: shows the whole", id="html-case"),
     pytest.param(["tree", "{path}", "--case", "a/3", "--mode", "x"], "mode: got 'x', expected one of ar", id="mode"),
     pytest.param(["tree", "{path}"], "Missing option '--case'", id="no-case"),
     pytest.param(["show", "{path}x"], "run.jsonx: No such file", id="missing"),

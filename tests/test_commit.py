@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ddtree_check import inject
 from ddtree_check.check import Item, Settings, check
 from ddtree_check.commit import Part, accept_nodes, compare_contents, off, tree_floors
-from ddtree_check.errors import UsageError
+from ddtree_check.errors import Unsupported, UsageError
+from ddtree_check.inject import Faulty, keeps
 from ddtree_check.known import KnownFailure
 from ddtree_check.report.terminal import commit_blocks, render
 from ddtree_check.tree import DraftTree
-from ddtree_check.verdict import Rule
+from ddtree_check.verdict import MODES, Rule
 from ddtree_check.wiring import BLANK, UNFORKED, Wiring
-from tests import faults
-from tests.faults import Faulty, keeps
 from tests.models import engine, make_engine, prompt, tree
 
 # 0 ─┬─ 1 ── 2 ── 3        depth first: on the first branch, node and depth are the same number
@@ -140,19 +140,19 @@ def test_other_families(family):
 
 # --- faults -----------------------------------------------------------------------------------------------------------
 
-BY_DEPTH = faults.wired(commit="flat")
+BY_DEPTH = inject.wired(commit="flat")
 # id, the commit, channels that go red, layers, nodes whose commit is right, node, what is said there
 FAULTS = [
     pytest.param(
-        keeps(faults.before, "recurrent", "conv"), {"recurrent", "conv"}, DELTA, set(), SIDE,
+        keeps(inject.before, "recurrent", "conv"), {"recurrent", "conv"}, DELTA, set(), SIDE,
         ["convolution window unchanged by the accept", "state unchanged by the accept"], id="commit-missing",
     ),
     pytest.param(
-        keeps(faults.block_end, "recurrent"), {"recurrent"}, DELTA, {LAST}, SIDE,
+        keeps(inject.block_end, "recurrent"), {"recurrent"}, DELTA, {LAST}, SIDE,
         ["committed state is node 9's, expected node 6's"], id="rollback-of-the-window-only",
     ),
     pytest.param(
-        keeps(faults.block_end, "conv"), {"conv"}, DELTA, {LAST}, SIDE,
+        keeps(inject.block_end, "conv"), {"conv"}, DELTA, {LAST}, SIDE,
         ["convolution window: rows of nodes -1 0 8 9, expected 0 4 5 6"], id="window-at-the-end-of-the-block",
     ),
     pytest.param(
@@ -160,7 +160,7 @@ FAULTS = [
         ["committed state is node 3's, expected node 6's"], id="state-by-accepted-length",
     ),
     pytest.param(
-        keeps(faults.wired(conv="flat"), "conv"), {"conv"}, DELTA, {0, 3}, SIDE,
+        keeps(inject.wired(conv="flat"), "conv"), {"conv"}, DELTA, {0, 3}, SIDE,
         ["convolution window: rows of nodes 3 4 5 6, expected 0 4 5 6"], id="windows-overlap-in-the-row-buffer",
     ),
     pytest.param(
@@ -168,7 +168,7 @@ FAULTS = [
         ["keys: rows of nodes 1 2 3, expected 4 5 6"], id="first-rows-of-the-keys",
     ),
     pytest.param(
-        keeps(faults.rounded, "recurrent"), {"recurrent"}, DELTA, set(), SIDE,
+        keeps(inject.rounded, "recurrent"), {"recurrent"}, DELTA, set(), SIDE,
         ["state is rounded to bfloat16"], id="state-rounded",
     ),
 ]  # fmt: skip
@@ -190,7 +190,7 @@ def test_a_wrong_commit_is_a_defect_where_it_is(commit, channels, layers, right,
 
 def test_a_commit_that_never_happened_shows_at_the_first_plain_step():
     """All logits of the verify pass are right, and the commit itself returns the right contents."""
-    host = faults.stale_slots(engine("qwen3_5_text"))
+    host = inject.stale_slots(engine("qwen3_5_text"))
     record = commits(host, accept=("branch",))
     found = record["cases"][0]["commit"][0]["modes"]["tree_forked"]
     assert record["exit_code"] == 1 and found["bad"] == [] and found["steps"][0]["verdict"] in ("leak", "flip")
@@ -213,7 +213,7 @@ def test_a_linear_rollback_fails_after_a_partial_accept_only(channel):
 
 def test_a_replay_without_keys_is_wrong_above_the_first_attention_layer():
     host = make_engine("qwen3_5_text", num_hidden_layers=8)
-    wrong = Faulty(host, commit=keeps(faults.replayed_without_keys, "recurrent", "conv"))
+    wrong = Faulty(host, commit=keeps(inject.replayed_without_keys, "recurrent", "conv"))
     record = commits(wrong, accept=("branch",))
     found = record["cases"][0]["commit"][0]["modes"]["tree_forked"]
     assert record["exit_code"] == 1 and {bad["layer"] for bad in found["bad"]} == {4, 5, 6}
@@ -295,7 +295,7 @@ def _scaled(contents, factor):
 def test_a_pass_that_is_known_to_be_wrong_may_leave_a_wrong_state(monkeypatch):
     entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
     monkeypatch.setattr("ddtree_check.check.load_known", lambda: (entry,))
-    fault = keeps(faults.before, "recurrent")
+    fault = keeps(inject.before, "recurrent")
     host = Faulty(
         engine("qwen3_5_text"),
         linear=lambda logits: logits.flip(-1),
@@ -336,3 +336,57 @@ def test_without_a_pattern_nothing_is_committed():
     assert record["cases"][0]["commit"] is None and commit_blocks(record) == []
     chain = commits(engine("qwen3_5_text"), tree("chain", 4), accept=("branch",))
     assert chain["cases"][0]["commit"] == [] and "no such path" in render(chain)
+
+
+# --- engines without a commit, or that refuse one ---------------------------------------------------------------------
+
+
+class Without:
+    """An engine that lacks some methods."""
+
+    def __init__(self, engine, *names):
+        self._inner, self._names = engine, names
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name in self._names:
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _refusing(engine, verified, node, right):
+    if verified.plan is None:
+        return right
+    raise Unsupported("a tree cannot be committed here")
+
+
+LACKING = [
+    pytest.param(lambda host: Without(host, "commit"), "engine transformers has no commit", MODES, id="no-commit"),
+    pytest.param(lambda host: Without(host, "contents"), "engine transformers has no contents", MODES, id="no-states"),
+    pytest.param(
+        lambda host: Faulty(host, commit=_refusing), "a tree cannot be committed here", MODES[1:], id="refused"
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lacking", "says", "modes"), LACKING)
+def test_a_commit_that_cannot_be_made_is_unsupported_alone(lacking, says, modes):
+    host = lacking(engine("qwen3_5_text"))
+    record = commits(host, accept=("branch",))
+    assert {name: found["verdict"] for name, found in record["cases"][0]["modes"].items()} == {
+        "linear": "pass", "tree_forked": "pass", "tree_unforked": "fail"
+    }  # fmt: skip
+    found = record["cases"][0]["commit"][0]["modes"]
+    assert {mode for mode in found if found[mode]["verdict"] == "unsupported"} == set(modes)
+    assert all(found[mode]["reason"] == says for mode in modes) and record["exit_code"] == 2
+    assert (
+        f"commit after tree_forked: unsupported for 1 of 1 accepted paths (path 0-4-5-6: {says})"
+        in (record["verdict"]["reasons"])
+    )
+    assert "1 of 1 unsupported" in render(record)
+    assert commits(host, accept=())["exit_code"] == 0  # the twin: nothing else needs a commit
+
+
+def test_a_red_tree_pass_of_an_engine_without_a_commit_is_still_red():
+    host = Without(Faulty(engine("qwen3_5_text"), forked=UNFORKED), "commit", "contents")
+    record = commits(host, accept=("branch",))
+    assert record["exit_code"] == 1 and record["verdict"]["modes"]["tree_forked"] == "fail"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ddtree_check import compare
-from ddtree_check.compare import join, measure, ulp
+from ddtree_check.compare import join, measure, measure_any, ulp
+from ddtree_check.trace import TopLogits
 
 
 def logits(rows=5, vocab=37, seed=0, dtype=torch.float64):
@@ -124,3 +125,27 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / a.n
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(out.stdout) < 0.9
+
+
+def test_rows_of_two_dtypes_and_of_one():
+    torch.manual_seed(0)
+    rows = torch.randn(3, 50).bfloat16()
+    assert measure_any(rows, rows.clone(), torch.bfloat16).max_abs.tolist() == [0, 0, 0]
+    assert measure_any(rows, rows.float(), torch.bfloat16).max_abs.tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="of one dtype"):
+        measure(rows, rows.float())
+
+
+@pytest.mark.parametrize("large", ["reference", "run"])
+def test_the_spacing_of_a_top_k_is_that_of_the_largest_logit_of_either(large):
+    rows = {name: TopLogits(torch.tensor([[0, 1]]), torch.tensor([[9.0 if name == large else 1.0, 0.5]]), None)
+            for name in ("reference", "run")}  # fmt: skip
+    found = measure_any(rows["reference"], rows["run"], torch.float32)
+    assert found.ulp[0] == float(ulp(torch.tensor(9.0), torch.float32))
+
+
+def test_what_both_leave_out_is_left_out_and_what_one_leaves_out_is_not():
+    row = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]])
+    found = measure(row, torch.tensor([[3.0, 1.5, 2.0, -torch.inf]]))
+    assert found.max_abs[0] == pytest.approx(1 / 3) and found.argmax[0] == 0  # over the three that there are
+    assert np.isnan(measure(row, torch.tensor([[3.0, 1.0, 2.0, 0.0]])).max_abs[0])

@@ -32,8 +32,7 @@ TWO_BACK = Wiring("two rows back", state=lambda t: tuple(max(-1, node - 2) for n
 def engine(family: str, dtype: str = "float32", mixers: str = "library", **changes) -> TransformersEngine:
     changes = {name: list(value) if name == "layers_block_type" else value for name, value in changes.items()}
     config = AutoConfig.for_model(family, **(SHAPES[family] | changes))
-    extra = {"experts_implementation": "eager"} if dtype == "float64" else {}
-    model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=0, **extra)
+    model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=0)
     return TransformersEngine(model, mixers=mixers, provenance={"name": f"tiny {family}", "weights": "random"})
 
 

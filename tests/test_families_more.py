@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from ddtree_check.engines import transformers as host_module
 from ddtree_check.engines.loading import build_random
 from ddtree_check.engines.transformers import Prefix, TransformersEngine
 from ddtree_check.errors import Unsupported
@@ -43,16 +44,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def _experts(family):
-    return any("experts" in name for name in SHAPES[family])
-
-
 @functools.cache
 def engine(family, dtype="float32", mixers="library", **changes):
     changes = {name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()}
     config = AutoConfig.for_model(family, **(SHAPES[family] | changes))
-    extra = {"experts_implementation": "eager"} if dtype == "float64" and _experts(family) else {}
-    model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=0, **extra)
+    model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=0)
     return TransformersEngine(model, mixers=mixers, provenance={"name": f"tiny {family}", "weights": "random"})
 
 
@@ -291,20 +287,20 @@ def test_a_dropped_start_shows(family):
 @pytest.mark.parametrize("family", SLIDES)
 def test_sliding_windows_count_positions_not_rows(family, monkeypatch):
     """A window that counts rows of the tree, or one that is forgotten, is told apart."""
-    host, original = engine(family), TransformersEngine._seen
+    host, original = engine(family), host_module.visible
 
-    def by_rows(self, plan, prefix, kept, window):
+    def by_rows(plan, kept, window):
         flat = Wiring.parse("positions=flat").plan(plan.tree)
-        seen = original(self, flat, prefix, kept, window)
-        seen[..., kept:] &= torch.tensor(plan.mask)
+        seen = original(flat, kept, window)
+        seen[:, kept:] &= plan.mask
         return seen
 
     prefix, case = host.prefill(prompt(37)), tree("random", 32)
     right = host.decode(prefix, case)
-    for twin in (by_rows, lambda self, plan, prefix, kept, window: original(self, plan, prefix, kept, None)):
-        monkeypatch.setattr(TransformersEngine, "_seen", twin)
+    for twin in (by_rows, lambda plan, kept, window: original(plan, kept, None)):
+        monkeypatch.setattr(host_module, "visible", twin)
         assert scaled(host.verify(prefix, case, FORKED).logits, right, "float32").max() > 1e-2
-    monkeypatch.setattr(TransformersEngine, "_seen", original)
+    monkeypatch.setattr(host_module, "visible", original)
     assert_equal(host.verify(prefix, case, FORKED).logits, right, "float32")
 
 

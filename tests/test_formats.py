@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddtree_check.case import load_tree
+from ddtree_check.draft import load_recorded, shape
 from ddtree_check.formats import (
     Links,
     from_batch_links,
@@ -337,3 +339,43 @@ PATHS_REFUSED = [
 def test_paths_refused(paths, message):
     with pytest.raises(ValueError, match=message):
         from_paths(paths)
+
+
+# --- any form as a file -----------------------------------------------------------------------------------------------
+
+FORMS = [
+    pytest.param(lambda tree: tree.to_json(), id="tokens-and-parents"),
+    pytest.param(lambda tree: to_trace(tree, tree.path(len(tree) - 1)), id="ddtree"),
+    pytest.param(lambda tree: {"paths": [list(path) for path in to_paths(tree)]}, id="paths"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_a_tree_file_and_a_recorded_draft(tmp_path, form):
+    tree = shape("random", 12, vocab=90, seed=3, root=5)
+    wanted = tree if "paths" not in form(tree) else tree.reordered("depth")[0]
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(form(tree)))
+    assert load_tree(path) == wanted
+    path.write_text(
+        "\n".join(json.dumps(value) for value in (form(tree), {"tree": form(tree)}, {"trees": [form(tree)]}))
+    )
+    assert load_recorded(path) == [wanted, wanted, (wanted,)]
+
+
+BAD_FORMS = [
+    pytest.param({"node_token_ids": [1], "node_depths": [2], "parents": [-1, 0]}, "depth 2, expected 1", id="depth"),
+    pytest.param({"node_token_ids": [1], "node_depths": [1], "parents": [0]}, "2 tokens and 1 parents", id="parents"),
+    pytest.param({"paths": [[1, 2], [3, 4]]}, "path 1 begins with 3", id="roots"),
+    pytest.param({"paths": "12"}, "expected a list of lists", id="text"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), BAD_FORMS)
+def test_a_wrong_form_names_file_and_cause(tmp_path, value, message):
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(value))
+    for read in (load_tree, load_recorded):
+        with pytest.raises(ValueError, match=message) as refused:
+            read(path)
+        assert str(path) in str(refused.value)

@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from ddtree_check import cli, job
+from ddtree_check.commands import output
 from ddtree_check.errors import UsageError
 from ddtree_check.job import Job
 from ddtree_check.resources import fixtures_dir
@@ -71,7 +72,7 @@ def test_a_command_makes_the_job_again(prompts, monkeypatch):
         settings={"budgets": (4, 8), "seed": 3, "order": "depth", "require": ("linear",), "ar": "batched"},
     )
     seen = []
-    monkeypatch.setattr(cli, "run", lambda job, progress: seen.append(job) or tiny.hand_record("a/3"))
+    monkeypatch.setattr(output, "run", lambda job, progress: seen.append(job) or tiny.hand_record("a/3"))
     command, *line = shlex.split(made.command())
     assert command == "ddtree-check" and cli.main(line) == 0
     assert seen == [made]

@@ -204,3 +204,9 @@ def test_folded_lightning_rounds_like_a_chain():
     closed = lightning.tree_form(start, q, k, v, log_decay, case.parents)
     near = (exact.output - out).abs().float().mean()
     assert near <= 0.1 * (closed.output - out).abs().float().mean()
+
+
+def test_rg_lru_on_paper():
+    """Its tree form folds the very step, so that the two cannot check each other."""
+    state, output = rg_lru.step(torch.tensor([2.0, -4.0]), torch.tensor([1.0, 3.0]), torch.tensor([0.5, 0.25]))
+    assert state.tolist() == output.tolist() == [2.0, 2.0]

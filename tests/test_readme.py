@@ -14,7 +14,6 @@ def block(text: str) -> str:
 
 
 def test_the_support_table_is_the_generated_one(capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["models", "--markdown"]) == 0
     table = capsys.readouterr().out.strip()
     assert block(README.read_text(encoding="utf-8")) == table, "paste the output of: ddtree-check models --markdown"

@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ddtree_check import inject
 from ddtree_check import rounds as module
 from ddtree_check.check import Item, Settings
 from ddtree_check.draft import Marginals
-from ddtree_check.errors import UsageError
+from ddtree_check.errors import Unsupported, UsageError
+from ddtree_check.inject import Faulty, keeps
 from ddtree_check.known import KnownFailure
 from ddtree_check.report.terminal import rounds_blocks, titled
 from ddtree_check.rounds import MODES, Ahead, Rounds, attach, first_branch, generate
 from ddtree_check.tree import DraftTree
-from tests import faults
-from tests.faults import Faulty, keeps
+from ddtree_check.wiring import UNFORKED
 from tests.models import engine, make_engine, prompt, tree
 
 SETTINGS = Settings(budgets=(16,))
@@ -136,7 +137,7 @@ def test_a_tree_is_no_deeper_than_the_context_has_room():
 
 
 def test_an_empty_draft_is_a_plain_step(monkeypatch):
-    monkeypatch.setattr(module, "best_first", lambda table, budget, root: DraftTree((root,), (-1,)))
+    monkeypatch.setattr(module, "draft_tree", lambda table, settings, budget, root: DraftTree((root,), (-1,)))
     found = run(engine("qwen3_5_text"), ITEMS[1:], 5)
     for mode in found["summary"]:
         assert found["prompts"][0]["modes"][mode]["tokens"] == plain_text(engine("qwen3_5_text"), ITEMS[1], 6)
@@ -155,7 +156,7 @@ def test_recorded_marginals_go_on_and_a_fixed_tree_does_not():
 
 
 def test_a_commit_by_accepted_length_leaves_the_text_after_a_side_branch():
-    fault = keeps(faults.wired(commit="flat"), "recurrent")
+    fault = keeps(inject.wired(commit="flat"), "recurrent")
     found = run(Faulty(engine("qwen3_5_text"), commit=fault), count=8, modes=("tree_forked",))
     forked = found["summary"]["tree_forked"]
     assert found["exit_code"] == 1 and forked["off"] > 0 and forked["drift"]["largest"] > 0.01
@@ -167,7 +168,7 @@ def test_a_commit_by_accepted_length_leaves_the_text_after_a_side_branch():
 
 
 def test_a_slot_from_before_the_accept_shows_in_plain_steps_only():
-    host = faults.stale_slots(engine("qwen3_5_text"))
+    host = inject.stale_slots(engine("qwen3_5_text"))
     assert run(host, count=6, modes=("tree_forked",))["summary"]["tree_forked"]["off"] == 0
     found = run(host, count=6, modes=("tree_forked",), plain=1)
     off = [r for p in found["prompts"] for r in p["modes"]["tree_forked"]["rounds"] if r["parted"]]
@@ -240,7 +241,7 @@ def test_a_required_mode_that_did_not_run_is_inconclusive():
 @pytest.mark.parametrize(("one", "two", "both"), [(0, 0, 0), (0, 1, 1), (2, 1, 1), (1, 2, 1), (0, 2, 2), (2, 0, 2)])
 def test_a_defect_counts_before_what_is_inconclusive(one, two, both):
     record = {"exit_code": one, "verdict": {"text": "", "reasons": ["a"], "modes": {}}}
-    joined = attach(record, {"exit_code": two, "verdict": {"text": "", "reasons": ["b"]}})
+    joined = attach(record, "rounds", {"exit_code": two, "verdict": {"text": "", "reasons": ["b"]}})
     assert joined["exit_code"] == both and joined["verdict"]["reasons"] == ["a", "b"]
     assert joined["verdict"]["text"] == ("pass", "fail", "inconclusive")[both]
 
@@ -294,3 +295,50 @@ def test_the_first_branch():
     case = DraftTree((1, 2, 3, 4, 5), (-1, 0, 0, 1, 2))
     assert first_branch(case) == DraftTree.chain([1, 2, 4])
     assert first_branch(DraftTree((1,), (-1,))) == DraftTree.chain([1])
+
+
+# --- engines that refuse a wiring, or pick tokens themselves ----------------------------------------------------------
+
+
+def test_a_mode_whose_wiring_is_refused_is_unsupported_and_the_others_go_on():
+    host = Faulty(engine("qwen3_5_text"), supports=lambda wiring: "no links here" if wiring is UNFORKED else None)
+    found = run(host, ITEMS[1:], 2, modes=("tree_forked", "tree_unforked", "leaky_commit"))
+    assert found["unsupported"] == {"tree_unforked": "no links here", "leaky_commit": "no links here"}
+    assert set(found["summary"]) == set(found["prompts"][0]["modes"]) == {"tree_forked"}
+    assert found["summary"]["tree_forked"]["off"] == 0
+    assert not any("no links here" in reason for reason in found["verdict"]["reasons"])  # they are not required
+    assert "tree_unforked: unsupported (no links here)" in rounds_blocks(found)
+    required = replace(SETTINGS, require=("tree_unforked",))
+    found = run(host, ITEMS[1:], 1, required, modes=("tree_unforked",))
+    assert (
+        found["exit_code"] == 2 and "rounds: tree_unforked: unsupported (no links here)" in found["verdict"]["reasons"]
+    )
+
+
+def test_a_commit_that_is_refused_takes_its_mode_alone():
+    def commit(_, verified, node, right):
+        if verified.plan is None:
+            return right
+        raise Unsupported("no commit of a tree")
+
+    found = run(Faulty(engine("qwen3_5_text"), commit=commit), ITEMS[1:], 1, modes=("linear", "tree_forked"))
+    assert found["unsupported"] == {"tree_forked": "no commit of a tree"} and set(found["summary"]) == {"linear"}
+    assert found["exit_code"] == 2 and found["summary"]["linear"]["off"] == 0
+
+
+def test_an_engine_that_refuses_its_own_pass_and_full_passes_still_tells_a_leak():
+    def forward(paths, keep):
+        raise Unsupported("no full pass")
+
+    host = Faulty(engine("qwen3_5_text"), supports=lambda wiring: "no" if wiring is None else None, forward=None)
+    host.__dict__["forward"] = forward
+    found = run(host, ITEMS, 4, modes=("tree_forked", "tree_unforked"))
+    assert found["summary"]["tree_forked"]["off"] == 0 and found["summary"]["tree_unforked"]["off"] > 0
+
+
+@pytest.mark.parametrize(("place", "off"), [(0, False), (1, True)])
+def test_tokens_that_the_engine_takes_itself_decide_its_rounds(place, off):
+    host = Faulty(engine("qwen3_5_text"), chosen=inject.takes(place, "tree_forked"))
+    found = run(host, ITEMS[1:], 2, modes=("tree_forked",))
+    assert bool(found["summary"]["tree_forked"]["off"]) == off
+    assert not off or found["summary"]["tree_forked"]["first"]["margin"] > 0

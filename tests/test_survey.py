@@ -30,7 +30,6 @@ def test_every_family_has_a_shape_and_no_family_is_claimed_and_refused():
 
 
 def test_the_command_prints_a_row_and_its_exit_code(capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["models", "--run", "--family", "lfm2"]) == 0
     out = capsys.readouterr().out
     assert "lfm2" in out and "3 conv, 1 attention" in out and "conv, mask, positions" in out

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from ddtree_check.compare import Differences
+from ddtree_check.tree import DraftTree
 from ddtree_check.verdict import (
     Leak,
     ModeResult,
@@ -11,8 +12,10 @@ from ddtree_check.verdict import (
     judge_forked,
     judge_linear,
     judge_unforked,
+    name_cause,
     reference_problem,
 )
+from ddtree_check.wiring import Conv, Layer, State
 
 RULE = Rule()
 
@@ -47,6 +50,12 @@ def test_what_is_not_finite_is_beyond_any_floor(error):
 
 def test_a_control_that_is_nan_covers_nothing():
     assert judge(differences([0.0]), RULE.floor([np.array([np.nan])], np.array([1e-6]))) == ("leak",)
+
+
+def test_plain_rounding_is_a_share_of_the_rows_spread():
+    for std in (0.5, 8.0):
+        floor = RULE.chain_floor([np.zeros(1)], differences([0.0], std=std, ulp=1e-12), "float32")
+        assert floor == pytest.approx([1e-4 * std])
 
 
 def test_one_bad_node_is_not_hidden_behind_a_large_control_elsewhere():
@@ -171,3 +180,20 @@ def test_an_unusable_reference_says_nothing_of_the_models_sensitivity():
 def test_a_failure_that_is_not_finite_says_so():
     assert judge_linear(differences([1.0]), np.array([1e-3]), None).finite
     assert not judge_linear(differences([np.nan]), np.array([1e-3]), None).finite
+
+
+@pytest.mark.parametrize(
+    ("verdict", "bad", "named"),
+    [
+        ("fail", (2, 3), True),
+        ("fail", (3,), False),
+        ("fail", (1, 2, 3), False),
+        ("fail", (), False),
+        ("pass", (2, 3), False),
+    ],
+)
+def test_a_tree_pass_is_called_unforked_if_it_fails_where_flat_rows_would(verdict, bad, named):
+    layers = (Layer("gated_delta", ((Conv(4), State("gated_delta")),)),)
+    verdicts = tuple("flip" if node in bad else "pass" for node in range(4))
+    found = name_cause(ModeResult(verdict, verdicts, "why"), DraftTree((5, 6, 7, 8), (-1, 0, 0, 1)), layers, RULE)
+    assert found.reason == ("why; looks unforked: states read in row order" if named else "why")

@@ -44,10 +44,12 @@ def test_the_wheel_holds_no_more_than_it_needs(site):
         path.relative_to(site / "ddtree_check" / "_fixtures").parts[0] for path in site.glob("ddtree_check/_fixtures/*")
     }
     assert held == {"models", "prompts", "known_failures.toml"}
-    assert [path.name for path in (site / "ddtree_check" / "_fixtures" / "models").iterdir()] == ["tiny-qwen3_5"]
+    models = sorted(path.name for path in (site / "ddtree_check" / "_fixtures" / "models").iterdir())
+    assert models == ["tiny-dflash", "tiny-qwen3_5"]
     assert not list(site.glob("tests")) and not list(site.glob("fixtures"))
     (entries,) = site.glob("*.dist-info/entry_points.txt")
     assert "ddtree_check.pytest_plugin" in entries.read_text() and "ddtree_check.cli:main" in entries.read_text()
+    assert "ddtree_check.recorder:sglang_plugin" in entries.read_text().split("[sglang.srt.plugins]")[1]
 
 
 def test_a_package_without_its_fixtures_says_so(site, tmp_path):

@@ -13,6 +13,7 @@ from ..report.terminal import Table, layout, titled, wrap
 from ..report.text import number
 from .output import progress, show_text, width
 
+SHOWN = {"run": ("sglang",), "untested": ("sglang (untested)",)}
 WORST = (0, 2, 1, 3)  # exit codes, the one that says most of a run last
 
 
@@ -78,7 +79,8 @@ def _measure_families(chosen: list[str] | None, dtype: str, device: str) -> int:
 
 
 def _model_tables() -> Iterator[Table]:
-    from ..engines import ENGINES
+    from ..engines.sglang_seams import FAMILIES as IN_SGLANG
+    from ..engines.sglang_seams import SEAMS
     from ..families import ALIASES, FAMILIES
 
     names = [
@@ -101,9 +103,13 @@ def _model_tables() -> Iterator[Table]:
                 family.title,
                 ", ".join(family.layers),
                 " + ".join(kinds) or "none",
-                ", ".join(ENGINES),
+                ", ".join(["transformers", *SHOWN.get(IN_SGLANG.get(family.model_type), ())]),
                 ", ".join(family.examples),
             )
         )
     headers = ("model type", "family", "layer types", "recurrent", "engines", "for example")
     yield Table("Families: any checkpoint of these model types, by path or hub id", headers, rows, ("for example",))
+    rows = [(name, seam.status, *seam.needs) for name, seam in SEAMS.items()]
+    yield Table(
+        "SGLang versions that engine sglang is written for", ("sglang", "status", "torch", "transformers"), rows
+    )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import UsageError, usage_errors
 from ..job import Job, run
 from ..report.record import check_writable, write_record
 from ..report.text import plain
@@ -21,16 +21,29 @@ WORDS = {  # colour of the words that decide, on a terminal
 }
 
 
-def finish(job: Job, path: str | None, view: Callable[[dict], str]) -> int:
-    """Runs a job, writes its record if there is a path for it, prints the view, and returns the record's exit code."""
-    if path is not None:
-        check_writable(path)
+def finish(job: Job, path: str | None, view: Callable[[dict], str], html: str | None = None) -> int:
+    """Runs a job, writes its record and its page where there is a path for it, prints the view, and returns the
+    record's exit code."""
+    for target in (path, html):
+        if target is not None:
+            check_writable(target)
     with progress() as show:
         record = run(job, show)
     if path is not None:
         write_record(path, record)
+    if html is not None:
+        write_html(html, record)
     show_text(view(record))
     return record["exit_code"]
+
+
+def write_html(path: str, record: dict) -> None:
+    """The page of a record, whole or not at all. Raises UsageError if the file cannot be written."""
+    from ..files import write_text
+    from ..report import html
+
+    with usage_errors():
+        write_text(path, html.render(record))
 
 
 def split_words(text: str | None) -> tuple[str, ...] | None:

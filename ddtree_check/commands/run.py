@@ -6,29 +6,45 @@ from typing import Annotated
 
 import typer
 
-from ..job import BUDGET, Job, whole_numbers
+from ..job import BUDGET
 from ..report.terminal import render, render_rounds
 from .options import (
     Acceptance,
     Device,
     Draft,
     Dtype,
+    EngineArg,
     EngineName,
+    Frequency,
+    History,
+    HtmlFile,
     JsonFile,
     Length,
     Limit,
     Model,
     Order,
+    Presence,
     Prompts,
     Quiet,
+    Repetition,
     Require,
     Seed,
+    Temperature,
+    TopK,
+    TopP,
+    Tp,
+    VocabSize,
     Weights,
+    job_of,
 )
-from .output import finish, split_words, width
+from .output import finish, width
 
 
 def compare(
+    trace: Annotated[
+        str | None,
+        typer.Argument(help="With --engine trace: recorded passes, a folder or one file (docs/trace.md)."),
+    ] = None,
     model: Model = None,
     engine: EngineName = "transformers",
     budget: Annotated[str, typer.Option(help="Draft nodes per tree, one tree for each number.")] = BUDGET,
@@ -36,7 +52,11 @@ def compare(
     limit: Limit = None,
     only: Annotated[list[str] | None, typer.Option(help="Only the prompt with this id; may be repeated.")] = None,
     tree: Annotated[
-        str | None, typer.Option(help="File with {tokens, parents}: this tree in place of --draft and --budget.")
+        str | None,
+        typer.Option(
+            help="File with {tokens, parents}: this tree in place of --draft and --budget; or a published shape, "
+            "filled from the draft: eagle, medusa, token-recycling."
+        ),
     ] = None,
     draft: Draft = None,
     acceptance: Acceptance = None,
@@ -45,16 +65,22 @@ def compare(
     seed: Seed = None,
     dtype: Dtype = None,
     device: Device = "auto",
+    tp: Tp = 1,
+    engine_arg: EngineArg = None,
     weights: Weights = "real",
     require: Require = None,
     ar: Annotated[
         str | None, typer.Option(help="strict, a node at a time, or batched, a level at a time. Default: strict.")
     ] = None,
     controls: Annotated[
-        int | None, typer.Option(help="Paths that the chain control runs. Default: every path to a leaf.")
+        int | None, typer.Option(help="Leaf paths that the controls run. Default: all; 16 under draft dflash.")
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(help="Also decode so many rounds in each mode, as generate does.")
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(help="Also run the prompts in batches of these sizes, such as 1,2,4, against each alone."),
     ] = None,
     accept: Annotated[
         str | None,
@@ -64,43 +90,35 @@ def compare(
         str | None,
         typer.Option(help="What the unforked control reads wrong, such as conv=flat. Default: states and windows."),
     ] = None,
+    attribute: Annotated[
+        bool,
+        typer.Option("--attribute", help="Look for where every failing mode goes wrong, the control too."),
+    ] = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: Repetition = None,
+    presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
+    history: History = None,
+    vocab_size: VocabSize = None,
+    draws: Annotated[
+        int | None, typer.Option(help="Walks drawn from each tree and tested against ar when sampling. Default: 500.")
+    ] = None,
     oracle: Annotated[
         bool, typer.Option("--oracle", help="Run the model in float64 too, and give every mode an error.")
     ] = False,
+    save_trace: Annotated[
+        str | None, typer.Option(help="Write every pass to this new folder, for --engine trace.")
+    ] = None,
     json: JsonFile = None,
+    html: HtmlFile = None,
     quiet: Quiet = False,
 ):
     """Run identical prompts through ar, linear, tree_forked and tree_unforked on the same draft trees, compare logits
     and argmax at every node, and tell leak from noise."""
-    chosen = {
-        "acceptance": acceptance,
-        "length": length,
-        "order": order,
-        "seed": seed,
-        "ar": ar,
-        "controls": controls,
-        "wiring": wiring,
-        "require": split_words(require),
-        "accept": split_words(accept),
-    }
-    settings: dict[str, object] = {"budgets": whole_numbers("budget", budget)}
-    settings |= {name: value for name, value in chosen.items() if value is not None}
-    job = Job(
-        model=model,
-        engine=engine,
-        weights=weights,
-        dtype=dtype,
-        device=device,
-        prompts=prompts,
-        limit=limit,
-        only=tuple(only or ()),
-        tree=tree,
-        draft=draft,
-        oracle=oracle,
-        settings=settings,
-        rounds=None if rounds is None else {"rounds": rounds},
-    )
-    return finish(job, json, lambda record: render(record, width(), quiet))
+    job = job_of("compare", locals())
+    return finish(job, json, lambda record: render(record, width(), quiet), html)
 
 
 def generate(
@@ -126,8 +144,18 @@ def generate(
     seed: Seed = None,
     dtype: Dtype = None,
     device: Device = "auto",
+    tp: Tp = 1,
+    engine_arg: EngineArg = None,
     weights: Weights = "real",
     require: Require = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: Repetition = None,
+    presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
+    history: History = None,
+    vocab_size: VocabSize = None,
     journal: Annotated[
         str | None, typer.Option(help="File of finished prompts; a killed run goes on after them.")
     ] = None,
@@ -136,21 +164,5 @@ def generate(
 ):
     """Run real speculative decoding for many rounds in each mode, each with its own commits, and compare every round's
     acceptance, text and state with plain decoding."""
-    chosen = {"acceptance": acceptance, "length": length, "order": order, "seed": seed, "require": split_words(require)}
-    settings = {"budgets": (budget,)} | {name: value for name, value in chosen.items() if value is not None}
-    many = {"rounds": rounds, "modes": split_words(modes), "plain": plain}
-    job = Job(
-        model=model,
-        engine=engine,
-        weights=weights,
-        dtype=dtype,
-        device=device,
-        prompts=prompts,
-        limit=limit,
-        draft=draft,
-        settings=settings,
-        verb="generate",
-        rounds={name: value for name, value in many.items() if value is not None},
-        journal=journal,
-    )
+    job = job_of("generate", locals())
     return finish(job, json, lambda record: render_rounds(record, width(), quiet))

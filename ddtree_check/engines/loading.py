@@ -74,8 +74,7 @@ def load_model(
     source = resolve(name)
     config = load_config(name, source, weights)
     text = config.get_text_config(decoder=True)
-    stored = text.dtype or config.dtype or torch.float32
-    wanted = parse_dtype(dtype, torch.float32 if name in (None, EMBEDDED) else stored)
+    wanted = wanted_dtype(name, config, dtype)
     where = pick_device(device)
     parameters = count_parameters(text)
     needed = parameters * wanted.itemsize
@@ -89,14 +88,24 @@ def load_model(
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if spread else [where]
     require_memory(f"{name or EMBEDDED} in {str(wanted).removeprefix('torch.')}", needed, *devices)
     text.dtype = wanted
-    extra = {"experts_implementation": "eager"} if wanted == torch.float64 and _has_experts(text) else {}
     progress(f"loading {name or EMBEDDED}: {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB on {where}")
     if weights == "random":
-        model = build_random(text, dtype=wanted, device=where, seed=seed, attention=attention, **extra)
+        model = build_random(text, dtype=wanted, device=where, seed=seed, attention=attention)
     else:
-        model = _from_files(name, source, text, wanted, where, spread, attention, extra)
+        model = _from_files(name, source, text, wanted, where, spread, attention)
+    return model, provenance(name, source, text, weights, seed, parameters, needed)
+
+
+def wanted_dtype(name: str | None, config, dtype: str | None) -> torch.dtype:
+    """`dtype`, or the checkpoint's; float32 for the embedded model."""
+    stored = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
+    return parse_dtype(dtype, torch.float32 if name in (None, EMBEDDED) else stored)
+
+
+def provenance(name: str | None, source: str, text, weights: str, seed: int, parameters: int, needed: int) -> dict:
+    """Where a model came from, for the record. needed: the bytes of its weights."""
     held = snapshot(source) if weights == "real" else None
-    provenance = {
+    return {
         "name": name or EMBEDDED,
         "source": source if name and not Path(source).exists() else Path(source).name,
         "model_type": text.model_type,
@@ -108,7 +117,6 @@ def load_model(
         "fingerprint": fingerprint(held) if held else None,
         "bytes": needed,
     }
-    return model, provenance
 
 
 def attention_for(config, wanted: str) -> str:
@@ -117,7 +125,7 @@ def attention_for(config, wanted: str) -> str:
     return wanted if getattr(classes, "_supports_sdpa", True) else "eager"
 
 
-def _has_experts(config) -> bool:
+def has_experts(config) -> bool:
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
@@ -162,9 +170,8 @@ def load_tokenizer(source: str):
     return tokenizer if len(tokenizer) > len(tokenizer.added_tokens_decoder) else None
 
 
-def _from_files(name, source, text, dtype, device, spread, attention, extra):
-    if getattr(text, "quantization_config", None):
-        extra = {k: v for k, v in extra.items() if k != "experts_implementation"}
+def _from_files(name, source, text, dtype, device, spread, attention):
+    extra = _expert_kernels(dtype) if has_experts(text) and not getattr(text, "quantization_config", None) else {}
     placement = {"device_map": "auto"} if spread else {}
     if device.type == "cuda" and not spread and find_spec("accelerate"):
         placement = {"device_map": {"": device}}  # straight to the device: no whole copy in the host's memory
@@ -212,13 +219,22 @@ def _whole(text):
     return AutoConfig.for_model(shape.pop("model_type"), text_config=text, **shape)
 
 
+def class_name(text) -> str:
+    """The name of the library's class for a text model of this configuration."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
+
+
 def count_parameters(config) -> int:
     with torch.device("meta"):
         model = _class_for(config).from_config(_whole(config))
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
 
 
-def build_random(config, *, dtype, device, seed, attention="sdpa", **extra):
+def _expert_kernels(dtype: torch.dtype) -> dict[str, str]:
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # the grouped products know no float64
+
+
+def build_random(config, *, dtype, device, seed, attention="sdpa"):
     """A model of this architecture with random weights that are sensitive to its recurrent states.
 
     The library's own initialisation hides faults: weights of std 0.02 pass little on, and its decay forgets at once.
@@ -226,8 +242,9 @@ def build_random(config, *, dtype, device, seed, attention="sdpa", **extra):
     the step near 0.3) and the head gives logits of std about 2.5. Deterministic in (config, seed, device type).
     """
     attention = attention_for(config, attention)
+    kernels = {"attn_implementation": attention, **_expert_kernels(dtype)}
     with torch.device("meta"):
-        model = _class_for(config).from_config(_whole(config), dtype=dtype, attn_implementation=attention, **extra)
+        model = _class_for(config).from_config(_whole(config), dtype=dtype, **kernels)
     config = model.config.get_text_config(decoder=True)
     model = model.to_empty(device=device)
     model.tie_weights()

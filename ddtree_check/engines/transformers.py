@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,12 @@ from ..families import Family, find_family
 from ..mixers import causal_conv
 from ..tree import DraftTree
 from ..wiring import FORKED, Attention, Layer, Plan, Wiring, reads
-from . import loading
+from . import Watched, loading
 from .adapters import ADAPTERS, Swap
 from .adapters.caches import CACHES
+
+if TYPE_CHECKING:
+    from .batched import Batches
 
 OLDEST = Version("5.15")  # the common function names, the mask by layer type and the one hybrid cache exist since then
 _SWAP = threading.RLock()  # swapped functions are module globals: one pass at a time
@@ -34,11 +37,13 @@ _SWAP = threading.RLock()  # swapped functions are module globals: one pass at a
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A cache after `length` tokens, and the logits [vocabulary] of the last one."""
+    """A cache after `length` tokens, and the logits [vocabulary] of the last one. `features` [rows, d] are those of the
+    tokens that this pass ran, where they are read."""
 
     cache: DynamicCache
     length: int
     logits: torch.Tensor
+    features: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -52,6 +57,8 @@ class Verified:
     logits: torch.Tensor | None = None
     scans: dict[int, Any] = field(default_factory=dict)  # layer -> what gives a node's recurrent state
     inputs: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # layer -> convolution -> inputs [1, d, n]
+    ends: bool = True  # the library's pass ended with the tree's last row, whose state the cache then holds
+    features: torch.Tensor | None = None  # [n, d], where they are read
 
 
 class TransformersEngine:
@@ -80,6 +87,7 @@ class TransformersEngine:
         self.device = model.get_input_embeddings().weight.device
         self._decoder = model.get_decoder()
         self._module = sys.modules[type(model).__module__]
+        self._features: tuple[int, ...] = ()
         self.caches = CACHES[self.family.keeps](model, self.config)
         missing = [name for name in self._swappable if not hasattr(*self._place(name))]
         if missing:
@@ -93,9 +101,15 @@ class TransformersEngine:
             raise Unsupported("float64 needs attention 'sdpa': the eager softmax is float32")
 
     @classmethod
-    def load(cls, model: str | None, *, mixers: str = "library", **settings) -> TransformersEngine:
-        """Loads a model by name, path or hub id; see `loading.load_model`."""
-        loaded, provenance = loading.load_model(model, **settings)
+    def load(
+        cls, model: str | None, *, mixers: str = "library", args: Mapping[str, object] | None = None, **settings
+    ) -> TransformersEngine:
+        """Loads a model by name, path or hub id; see `loading.load_model`. args: mixers and attention by name."""
+        own = {"mixers": mixers} | dict(args or {})
+        if unknown := own.keys() - {"mixers", "attention"}:
+            raise UsageError(f"engine-arg: got {min(unknown)}, expected mixers=own or attention=eager")
+        mixers = own.pop("mixers")
+        loaded, provenance = loading.load_model(model, **settings, **own)
         return cls(loaded, mixers=mixers, provenance=provenance)
 
     def exact(self) -> TransformersEngine:
@@ -134,17 +148,25 @@ class TransformersEngine:
     def supports(self, wiring: Wiring | None) -> str | None:
         return None
 
+    def batches(self) -> Batches | str:
+        """Passes over several requests at once, or the reason why there are none."""
+        from .batched import Batches, without
+
+        return without(self) or Batches(self)
+
     # Passes
 
     def prefill(self, tokens: Sequence[int]) -> Prefix:
         cache = self.caches.new()
-        logits = self._run([tokens], np.arange(len(tokens))[None], cache, keep=1)
-        return Prefix(cache, len(tokens), logits[0, 0])
+        with self._reading() as features:
+            logits = self._run([tokens], np.arange(len(tokens))[None], cache, keep=1)
+        return Prefix(cache, len(tokens), logits[0, 0], features())
 
     def step(self, prefix: Prefix, token: int) -> tuple[torch.Tensor, Prefix]:
         cache = self.caches.fork(prefix.cache)
-        logits = self._advance(cache, prefix.length, token)
-        return logits, Prefix(cache, prefix.length + 1, logits)
+        with self._reading() as features:
+            logits = self._advance(cache, prefix.length, token)
+        return logits, Prefix(cache, prefix.length + 1, logits, features())
 
     def decode(self, prefix: Prefix, tree: DraftTree, *, batched: bool = False) -> torch.Tensor:
         return self._decode_levels(prefix, tree) if batched else self._decode_nodes(prefix, tree)
@@ -154,16 +176,17 @@ class TransformersEngine:
         cache = self.caches.for_rows(prefix.cache)
         verified = Verified(prefix, tree, plan if wiring else None, cache)
         positions = prefix.length + np.array(plan.positions)
-        with self._swapped(plan, verified, self._swappable if wiring else self.family.selects):
+        swapped = self._swapped(plan, verified, self._swappable if wiring else self.family.selects)
+        with swapped, self._reading() as features:
             logits = self._run([tree.tokens], positions[None], cache, mask=self._mask(plan, prefix))
-        verified.logits = logits[0]
+        verified.logits, verified.features = logits[0], features()
         return verified
 
     def commit(self, verified: Verified, node: int) -> Prefix:
         prefix, tree = verified.prefix, verified.tree
         path = tree.path(node)
         if verified.plan is None:
-            if path == tuple(range(len(tree))):
+            if verified.ends and path == tuple(range(len(tree))):
                 settled = self.caches.settle(self.caches.fork(verified.cache))
                 return Prefix(settled, prefix.length + len(path), verified.logits[node])
             # The library keeps the state of the last row only, so a shorter accept is run again.
@@ -192,6 +215,63 @@ class TransformersEngine:
         if any(len(path) != longest for path in paths):
             raise ValueError("forward: paths of different lengths; pad them on the right first")
         return self._run(paths, np.broadcast_to(np.arange(longest), (len(paths), longest)), None, keep=keep)
+
+    @contextlib.contextmanager
+    def watch(self, layers: Sequence[int]) -> Iterator[Watched]:
+        seen = Watched()
+
+        def keep(layer: int, output) -> None:
+            rows = output[0] if isinstance(output, tuple) else output
+            seen.outputs[layer] = rows.detach()[0].flatten(1)  # models with several streams a row: side by side
+
+        def keep_routes(layer: int, args: tuple) -> None:
+            chosen = [x for x in args if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+            if chosen:
+                seen.routes[layer] = chosen[0].detach().flatten(0, -2)
+
+        with contextlib.ExitStack() as undo:
+            for index, layer in enumerate(self._decoder.layers):
+                if index == 0 and -1 in layers:
+                    hook = layer.register_forward_pre_hook(lambda _, args: keep(-1, args[0]))
+                    undo.callback(hook.remove)
+                if index not in layers:
+                    continue
+                hook = layer.register_forward_hook(lambda _, __, output, index=index: keep(index, output))
+                undo.callback(hook.remove)
+                for module in layer.modules():
+                    if "Experts" in type(module).__name__:
+                        hook = module.register_forward_pre_hook(
+                            lambda _, args, kwargs, index=index: keep_routes(index, (*args, *kwargs.values())),
+                            with_kwargs=True,
+                        )
+                        undo.callback(hook.remove)
+            yield seen
+
+    # For a drafter that reads the target
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    def read_features(self, layers: Sequence[int]) -> None:
+        self._features = tuple(layers)
+
+    def embed(self, tokens: Sequence[int]) -> torch.Tensor:
+        table = self.model.get_input_embeddings().weight
+        return torch.nn.functional.embedding(torch.tensor(list(tokens), device=table.device), table)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self.model.get_output_embeddings()
+        return head(hidden.to(head.weight))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Callable[[], torch.Tensor | None]]:
+        """Gives a function that returns the features [rows, d] of the pass made within, None if none are read."""
+        if not self._features:
+            yield lambda: None
+            return
+        with self.watch(self._features) as seen:
+            yield lambda: torch.cat([seen.outputs[layer].to(self.device) for layer in self._features], dim=-1)
 
     def _advance(self, cache: DynamicCache, length: int, token: int) -> torch.Tensor:
         """Decodes one token on `cache`, which moves on in place."""
@@ -247,29 +327,30 @@ class TransformersEngine:
 
     def _mask(self, plan: Plan, prefix: Prefix):
         """The attention mask of a tree's rows behind `prefix`, in the form that the family takes."""
+        if self.family.mask == "rows":  # a padding mask: what attention sees is chosen by functions that are swapped
+            rows = torch.ones(1, len(plan.tree), dtype=torch.bool, device=self.device)
+            return dict.fromkeys(("full_attention", "linear_attention", *self.family.layers), rows)
+        return self._masks(lambda layer, window: visible(plan, self.caches.kept(prefix.cache, layer), window)[None])
+
+    def _masks(self, seen: Callable[[int, int | None], np.ndarray], padding: torch.Tensor | None = None):
+        """The masks by layer type, or the one mask that the family takes. seen(layer, window): bool [b, rows, columns],
+        what an attention layer sees; padding: bool [b, rows], False for rows that recurrent layers must pass over."""
         if self.family.mask == "none":
-            return None
+            return padding
         kinds = self.family.kinds_of(self.config)
         masks = dict.fromkeys(("full_attention", "linear_attention", *self.family.layers))
         for index, (kind, layer) in enumerate(zip(kinds, self.layers, strict=True)):
-            seen = [op for branch in layer.branches for op in branch if isinstance(op, Attention)]
-            if seen and masks[kind] is None:
-                masks[kind] = self._seen(plan, prefix, self.caches.kept(prefix.cache, index), seen[0].window)
+            ops = [op for branch in layer.branches for op in branch if isinstance(op, Attention)]
+            if ops and masks[kind] is None:
+                masks[kind] = self._as_mask(seen(index, ops[0].window))
         if self.family.mask == "plain":
             return next(mask for mask in masks.values() if mask is not None)
-        if self.family.mask == "rows":  # a padding mask: what attention sees is chosen by functions that are swapped
-            return dict.fromkeys(masks, torch.ones(1, len(plan.tree), dtype=torch.bool, device=self.device))
-        return {self.family.masks.get(kind, kind): mask for kind, mask in masks.items()}
+        masks = {self.family.masks.get(kind, kind): mask for kind, mask in masks.items()}
+        return {kind: padding if mask is None else mask for kind, mask in masks.items()}
 
-    def _seen(self, plan: Plan, prefix: Prefix, kept: int, window: int | None) -> torch.Tensor:
-        """[1, 1, n, kept + n]: the plan's rows behind the last `kept` committed tokens, cut to a window."""
-        n = len(plan.tree)
-        seen = np.ones((n, kept + n), dtype=bool)
-        seen[:, kept:] = plan.mask
-        if window is not None:
-            position = np.array(plan.positions)
-            seen &= position[:, None] - np.concatenate([np.arange(-kept, 0), position]) < window
-        seen = torch.tensor(seen, device=self.device)[None, None]
+    def _as_mask(self, seen: np.ndarray) -> torch.Tensor:
+        """bool [b, rows, columns] in the form that the model's attention takes, [b, 1, rows, columns]."""
+        seen = torch.tensor(seen, device=self.device)[:, None]
         if self.config._attn_implementation == "eager":
             seen = torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
         return seen
@@ -297,6 +378,17 @@ class TransformersEngine:
                 undo.callback(setattr, *self._place(name), originals[name])
                 setattr(*self._place(name), _bindable(ADAPTERS[adapter], swap))
             yield
+
+
+def visible(plan: Plan, kept: int, window: int | None) -> np.ndarray:
+    """bool [n, kept + n]: what the plan's rows attend to behind the last `kept` committed tokens, cut to a window."""
+    n = len(plan.tree)
+    seen = np.ones((n, kept + n), dtype=bool)
+    seen[:, kept:] = plan.mask
+    if window is not None:
+        position = np.array(plan.positions)
+        seen &= position[:, None] - np.concatenate([np.arange(-kept, 0), position]) < window
+    return seen
 
 
 def _bindable(adapter: Callable, swap: Swap) -> Callable:

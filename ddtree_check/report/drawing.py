@@ -13,25 +13,30 @@ def draw_tree(case: dict, mode: str = "tree_unforked", tokens: dict[str, str] | 
 
     Raises ValueError for a mode that the case does not have.
     """
-    if mode not in case["acceptance"]:
-        raise ValueError(f"mode: got {mode!r}, expected one of {', '.join(case['acceptance'])}")
+    if mode not in case["modes"] and mode != "ar":
+        raise ValueError(f"mode: got {mode!r}, expected one of ar, {', '.join(case['modes'])}")
     tokens = tokens or {}
     tee, corner, bar, gap = LINES[ascii_only]
     nodes = case["nodes"]
     children: list[list[int]] = [[] for _ in nodes]
     for node in nodes[1:]:
         children[node["parent"]].append(node["node"])
-    ours, theirs = set(case["acceptance"]["ar"]["path"]), set(case["acceptance"][mode]["path"])
+    words = {
+        name: "not run" if case["modes"][name]["verdict"] in ("unsupported", "not_run") else "not judged"
+        for name in ("tree_forked", "tree_unforked")
+    }
+    walk = case["acceptance"].get(mode)  # none if it was not run
+    ours, theirs = set(case["acceptance"]["ar"]["path"]), set(walk["path"] if walk else ())
     lines = [
         f"case {plain(case['id'])}: node token [forked / unforked]; * accepted by ar, + accepted by {mode}; "
         f"bonus of ar {token_text(case['acceptance']['ar']['bonus'], tokens)}, "
-        f"of {mode} {token_text(case['acceptance'][mode]['bonus'], tokens)}"
+        + (f"of {mode} {token_text(walk['bonus'], tokens)}" if walk else f"{mode} was not run")
     ]
     waiting = [(0, "", "")]  # node, what stands before it, what stands before its children
     while waiting:
         place, before, below = waiting.pop()
         node = nodes[place]
-        verdicts = " / ".join(node[name]["verdict"] or "not judged" for name in ("tree_forked", "tree_unforked"))
+        verdicts = " / ".join(node[name]["verdict"] or word for name, word in words.items())
         marks = " *" * (place in ours) + " +" * (place in theirs)
         lines.append(f"{before}{place} {token_text(node['token'], tokens)} [{verdicts}]{marks}")
         last = children[place][-1:]

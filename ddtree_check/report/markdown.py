@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from .terminal import Table, blocks, layout, verdict_line
+from collections.abc import Sequence
+
+from .terminal import Table, blocks, layout, rounds_verdict, rounds_view, verdict_line
 
 
 def render(record: dict) -> str:
-    parts = []
-    for block in blocks(record):
-        if isinstance(block, Table):
-            rows = [[str(cell).replace("|", "\\|") for cell in row] for row in block.rows]
-            headers = tuple(name.replace("|", "\\|") for name in block.headers)
-            parts.append(f"## {block.title}\n\n{layout(Table(block.title, headers, rows), None, 'github')}")
-        else:
-            parts.append("\n\n".join(_escaped(line) for line in block.splitlines()))
-    return "\n\n".join(["# ddtree-check", *parts, f"**{verdict_line(record)}**"])
+    return "\n\n".join(["# ddtree-check", render_blocks(blocks(record)), f"**{verdict_line(record)}**"])
 
 
-def _escaped(text: str) -> str:
+def render_rounds(record: dict) -> str:
+    """A record of rounds alone."""
+    return "\n\n".join(["# ddtree-check", render_blocks(rounds_view(record)), f"**{rounds_verdict(record)}**"])
+
+
+def render_blocks(blocks: Sequence[Table | str]) -> str:
+    """Tables and sentences, such as those of one case or one node."""
+    parts = [
+        table(block) if isinstance(block, Table) else "\n\n".join(escaped(line) for line in block.splitlines())
+        for block in blocks
+    ]
+    return "\n\n".join(parts)
+
+
+def table(block: Table) -> str:
+    """A table with its title above; a bar inside a cell makes no column."""
+    rows = [[str(cell).replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in block.rows]
+    headers = tuple(name.replace("|", "\\|") for name in block.headers)
+    title = f"## {block.title}\n\n" if block.title else ""
+    return title + layout(Table(block.title, headers, rows), None, "github")
+
+
+def escaped(text: str) -> str:
     """Prose without marks that Markdown would obey."""
     return "".join(f"\\{letter}" if letter in "\\`*_<>[]|" else letter for letter in text)

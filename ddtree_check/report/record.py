@@ -10,6 +10,8 @@ from ..errors import usage_errors
 from ..files import parse_json, read_text, write_text
 
 READABLE = ("ddtree-check/1",)
+ROUNDS = "ddtree-check/rounds/1"  # what generate writes
+SERVER = "ddtree-check/server/1"  # what server writes
 NEEDED = {  # keys that the views rely on
     "record": {
         "environment": dict,
@@ -22,6 +24,10 @@ NEEDED = {  # keys that the views rely on
         "verdict": dict,
         "exit_code": int,
     },
+    "rounds": {"environment": dict, "model": dict, "settings": dict, "rounds": dict, "verdict": dict, "exit_code": int},
+    "server": {"environment": dict, "settings": dict, "prompts": list, "band": dict, "coverage": dict, "verdict": dict},
+    "found": {"prompts": list, "summary": dict, "coverage": dict},
+    "prompt": {"id": str, "prompt_tokens": list, "modes": dict},
     "case": {"id": str, "nodes": list, "modes": dict, "acceptance": dict, "leak_law": dict},
     "node": {"node": int, "token": int, "parent": int, "depth": int, "leaked": int, "clean": bool, "ar": dict},
 }
@@ -39,10 +45,22 @@ def check_writable(path: str | Path) -> None:
         files.check_writable(path)
 
 
-def load_record(path: str | Path) -> dict:
-    """Reads a record. Raises UsageError naming the file and what is missing from it."""
+def load_record(path: str | Path, *, rounds: bool = False) -> dict:
+    """Reads a record; with `rounds`, one of rounds or of two servers as well. Raises UsageError naming the file and
+    what is missing from it."""
     with usage_errors():
         record = parse_json(read_text(path), str(path))
+        if isinstance(record, dict) and record.get("schema") == ROUNDS:
+            if not rounds:
+                raise ValueError(f"{path}: a record of generate, which has no cases; show it whole or by --prompt")
+            _needs(record, "rounds", str(path))
+            _needs(record["rounds"], "found", f"{path}: rounds")
+            for index, prompt in enumerate(record["rounds"]["prompts"]):
+                _needs(prompt, "prompt", f"{path}: rounds.prompts[{index}]")
+            return record
+        if isinstance(record, dict) and record.get("schema") == SERVER and rounds:
+            _needs(record, "server", str(path))
+            return record
         if not isinstance(record, dict) or record.get("schema") not in READABLE:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"{path}: schema {found!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")

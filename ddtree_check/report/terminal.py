@@ -14,6 +14,7 @@ from .text import number, plain, size, token_text
 BEYOND = ("leak", "flip")
 CONTROL = "tree_unforked"
 WORST = 10
+NOT_RUN = ("unsupported", "not_run")
 SHORTEST = 8  # characters of a case that a narrow screen still shows
 
 
@@ -85,9 +86,13 @@ def blocks(record: dict) -> list[Table | str]:
     found.append(worst_table(record))
     found += leak_tables(record)
     found.append(acceptance_table(record))
+    if record.get("sampling"):
+        found += sampling_blocks(record)
     found += commit_blocks(record)
     if record.get("rounds"):
         found += rounds_blocks(record["rounds"])
+    if record.get("batch"):
+        found += batch_blocks(record["batch"])
     found.append(remarks(record))
     return found
 
@@ -106,6 +111,7 @@ def head(record: dict) -> str:
             where.get("device"),
             f"seed {settings['seed']}",
             f"draft {draft}",
+            *sampling_words(settings),
         )
     )
     if random:
@@ -123,6 +129,8 @@ def case_table(record: dict) -> Table:
         for mode, result in case["modes"].items():
             counts = [result[name] for name in ("nodes", "pass", "tie", "leak", "flip")]
             figures = [number(result[name]) for name in ("max_abs", "median_abs")]
+            if result["verdict"] in NOT_RUN:
+                counts, figures = [counts[0], *[""] * 4], [""] * 2
             rows.append((plain(case["id"]), mode, mode_verdict(record, case, mode), *counts, *figures))
     headers = ("case", "mode", "verdict", "nodes", "pass", "tie", "leak", "flip", "max |Δ|", "median |Δ|")
     return Table("Cases, against ar at every node", headers, rows, spare=("pass", "nodes", "median |Δ|"))
@@ -146,6 +154,8 @@ def worst_table(record: dict) -> Table | str:
     failed = [mode for mode in required if any(case["modes"][mode]["verdict"] == "fail" for case in record["cases"])]
     nodes = [found for case in record["cases"] for mode in failed or [CONTROL] for found in worst_nodes(case, mode)]
     modes = ", ".join(failed or [CONTROL])
+    if all(case["modes"][CONTROL]["verdict"] in NOT_RUN for case in record["cases"]) and not failed:
+        return f"Worst nodes of {modes}: it was not run."
     if not nodes:
         return f"Worst nodes of {modes}: none is beyond the floor."
     nodes.sort(key=lambda found: size(found[2][found[1]]["max_abs"]), reverse=True)
@@ -187,6 +197,9 @@ def leak_tables(record: dict) -> list[Table | str]:
     nodes = [node for case in record["cases"] for node in case["nodes"] if not node["clean"]]
     if not nodes:
         return ["Leak: none of these trees contaminates a node of this model, so there is nothing to leak."]
+    nodes = [node for node in nodes if node[CONTROL]["argmax"] is not None]
+    if not nodes:
+        return [f"Leak: {CONTROL} was not run, so that what not forking would do here was not seen."]
     title = f"Leak by {{}} ({CONTROL}, contaminated nodes only)"
     return [
         _leak_table(title.format("depth"), "depth", nodes, lambda node: (node["depth"], str(node["depth"]))),
@@ -214,7 +227,7 @@ def _leak_table(title: str, name: str, nodes: Sequence[dict], group: Callable[[d
                 f"{moved / len(found):.0%}",
                 f"{statistics.median(size(value['max_abs']) for value in found):.3g}",
                 sum(value["verdict"] == "flip" for value in found),
-                f"{statistics.median(size(value['kl']) for value in found):.3g}",
+                _median_kl(found),
             )
         )
     return Table(title, (name, "contaminated", "beyond floor", "median |Δ|", "flips", "median KL"), rows)
@@ -223,7 +236,10 @@ def _leak_table(title: str, name: str, nodes: Sequence[dict], group: Callable[[d
 def acceptance_table(record: dict) -> Table:
     rows = []
     for mode in ("ar", *record["cases"][0]["modes"]) if record["cases"] else ():
-        walks = [case["acceptance"][mode] for case in record["cases"]]
+        walks = [case["acceptance"][mode] for case in record["cases"] if mode in case["acceptance"]]
+        if not walks:
+            rows.append((mode, "not run", *[""] * 4))
+            continue
         rows.append(
             (
                 mode,
@@ -238,19 +254,103 @@ def acceptance_table(record: dict) -> Table:
     return Table(title, headers, rows)
 
 
+SAMPLING = {  # settings, and the value that changes nothing
+    "temperature": 0,
+    "top_k": 0,
+    "top_p": 1,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "history": "path",
+}
+
+
+def sampling_words(settings: dict) -> list[str]:
+    """How tokens are drawn, in one phrase, or nothing for greedy decoding."""
+    chosen = {name: settings.get(name, plain_) for name, plain_ in SAMPLING.items()}
+    words = [
+        f"{name.replace('_', ' ')} {value if isinstance(value, str) else format(value, 'g')}"
+        for name, value in chosen.items()
+        if value != SAMPLING[name]
+    ]
+    return [", ".join(words)] if words else []
+
+
+def sampling_blocks(record: dict) -> list[Table | str]:
+    """What temperature, cuts and penalties make of each mode, the walks under shared noise, and the draws."""
+    sampling = record["sampling"]
+    rows, walks, notes = [], [], []
+    for mode, found in sampling["modes"].items():
+        draws = found["draws"]
+        rows.append(
+            (
+                mode,
+                *(number(found[name]) for name in ("median_tv", "max_tv")),
+                "-" if found["max_kl"] is None else number(found["max_kl"]),
+                found["cut"],
+                found["wrong"],
+                "withheld" if found["alarm"] else f"{found['expected_accepted']:.3f}",
+                number(found["ar_expected_accepted"]),
+                "-" if found["moved"] is None else f"{round(found['moved'], 3) + 0.0:+.3f}",
+                *(("-", "-") if draws is None else (f"{draws['p']:.2g}", f"{draws['p_own']:.2g}")),
+            )
+        )
+        taken = [case["modes"][mode]["sampled"] for case in record["cases"] if "sampled" in case["modes"][mode]]
+        taken = [result["acceptance"] for result in taken]
+        mine = [walk["accepted"] for walk in taken]
+        theirs = [walk["accepted"] - len(walk["wrong_accept"]) + len(walk["wrong_reject"]) for walk in taken]
+        walks.append(
+            (
+                mode,
+                f"{statistics.fmean(mine):.2f}",
+                f"{statistics.fmean(theirs):.2f}",
+                *(sum(len(walk[name]) for walk in taken) for name in ("wrong_accept", "wrong_reject")),
+                *(sum(bool(walk[name]) for walk in taken) for name in ("wrong_bonus", "by_tie")),
+            )
+        )
+        if found["alarm"]:
+            notes.append(f"{mode} {found['alarm']}")
+    headers = (
+        "mode", "median TV", "largest TV", "largest KL", "cut", "wrong", "accepted", "ar accepts", "moved", "draws p",
+        "own p",
+    )  # fmt: skip
+    title = (
+        "Sampling: processed distributions against ar's (cut: nodes where only one keeps some token, KL then has no "
+        "limit; wrong: nodes whose processing is not their own path's; accepted: expected in a round)"
+    )
+    found: list[Table | str] = [Table(title, headers, rows, spare=("largest KL", "own p", "cut"))]
+    headers = ("mode", "accepted", "ar accepted", "wrong accepts", "wrong rejects", "wrong bonus", "by tie")
+    found.append(Table(f"Acceptance over {len(record['cases'])} rounds under shared noise", headers, walks))
+    lines = [f"Acceptance: {'; '.join(notes)}."] if notes else []
+    if draws := next((found["draws"] for found in sampling["modes"].values() if found["draws"]), None):
+        seen = "" if draws["visible"] is None else f", {draws['visible']:.2g} with 90%"
+        lines.append(
+            f"Draws: {draws['count']} walks behind {draws['prompts']} prompts a mode, against ar's exact distribution "
+            f"and the mode's own; level {sampling['level']:g} over all modes. A total variation of "
+            f"{sampling['effect']:g} in the outcomes of every case is seen with a chance of {draws['power']:.0%}{seen}."
+        )
+    return [*found, "\n".join(lines)] if lines else found
+
+
 def commit_blocks(record: dict) -> list[Table | str]:
     """The paths that were committed by force, a line a case, and what is wrong in the modes that matter."""
     cases = [case for case in record["cases"] if case["commit"] is not None]
     if not cases:
         return []
-    modes, rows = list(record["cases"][0]["modes"]), []
-    for case in cases:
-        aside = sum(accept["aside"] for accept in case["commit"])
-        counts = [_commit_count(case["commit"], mode) for mode in modes]
-        rows.append((plain(case["id"]), len(case["commit"]), aside, *counts))
-    headers = ("case", "paths", "off the first branch", *modes)
-    title = f"Commits, against a prefill of the same text ({CONTROL}: wrong where predicted)"
-    found: list[Table | str] = [Table(title, headers, rows)]
+    modes, found = list(record["cases"][0]["modes"]), []
+    for what, first, kind in (("Commits", "paths", False), ("Recorded states", "nodes", True)):
+        rows = []
+        for case in cases:
+            own = [accept for accept in case["commit"] if (accept["pattern"] == "state") == kind]
+            if own:
+                counts = [_commit_count([a for a in own if mode in a["modes"]] or own, mode) for mode in modes]
+                rows.append((plain(case["id"]), len(own), sum(accept["aside"] for accept in own), *counts))
+            elif not kind:
+                rows.append((plain(case["id"]), 0, 0, *["no such path"] * len(modes)))
+        states = any(accept["pattern"] == "state" for case in cases for accept in case["commit"])
+        if rows and (kind or not states or any(row[1] for row in rows)):
+            title = f"{what}, against a prefill of the same text ({CONTROL}: wrong where predicted)"
+            found.append(Table(title, ("case", first, "off the first branch", *modes), rows))
     wrong = [
         (case, accept, mode)
         for case in cases
@@ -269,14 +369,24 @@ def commit_blocks(record: dict) -> list[Table | str]:
 
 def render_rounds(record: dict, width: int | None = None, quiet: bool = False) -> str:
     """The view of a record of rounds alone."""
-    last = f"verdict: {record['verdict']['text']}, exit code {record['exit_code']}"
+    last = rounds_verdict(record)
     if quiet:
         return last
-    found = [head(record), *rounds_blocks(record["rounds"])]
-    found.append("\n".join([f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]))
-    found.append(f"Again: {plain(record['command'])}")
-    parts = [titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in found if block]
+    parts = [titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in rounds_view(record)]
     return "\n\n".join([*parts, last])
+
+
+def rounds_view(record: dict) -> list[Table | str]:
+    """Tables and paragraphs of a record of rounds alone, all but the last line."""
+    found = [head(record), *rounds_blocks(record["rounds"])]
+    found.append("\n".join(f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]))
+    if record.get("command"):
+        found.append(f"Again: {plain(record['command'])}")
+    return [block for block in found if block]
+
+
+def rounds_verdict(record: dict) -> str:
+    return f"verdict: {record['verdict']['text']}, exit code {record['exit_code']}"
 
 
 def rounds_blocks(rounds: dict) -> list[Table | str]:
@@ -316,16 +426,94 @@ def rounds_blocks(rounds: dict) -> list[Table | str]:
     if first:
         headers = ("mode", "prompt", "round", "token", "node", "depth", "margin", "|Δ|", "floor", "acceptance")
         blocks.append(Table("First round off", headers, first, spare=("floor", "depth")))
+    blocks += [f"{mode}: unsupported ({plain(why)})" for mode, why in rounds.get("unsupported", {}).items()]
+    blocks += drafter_lines(rounds["summary"])
     seen = rounds["coverage"]
     blocks.append(
         f"Coverage: of {seen['rounds']} drafted rounds {seen['accepted_two_or_more']:.0%} accept two nodes or more and "
-        f"{seen['side_branch_accepts']:.0%} leave the first branch."
+        f"{seen['side_branch_accepts']:.0%} leave the first branch{_asked(seen)}."
     )
     return blocks
 
 
+def _asked(seen: dict) -> str:
+    """What the shares of rounds are held against, where the record says so."""
+    least = seen.get("least")
+    if least is None:
+        return ""
+    short = [name for name, share in least.items() if seen[name] < share]
+    asked = f"{least['accepted_two_or_more']:.0%} and {least['side_branch_accepts']:.0%}"
+    return f" (at least {asked}: {'not exercised' if short else 'exercised'})"
+
+
+def batch_blocks(batch: dict) -> list[Table | str]:
+    """What stood in one batch and came out otherwise than alone, check by check, then the first findings."""
+    if batch["not_run"] is not None:
+        return [f"Batches: not_run: {plain(batch['not_run'])}"]
+    rows = [
+        (
+            found["check"],
+            found["mode"] or "",
+            found["size"],
+            found["compared"],
+            found["off"],
+            number(found["largest"]),
+            number(found["floor"]),
+        )
+        for found in batch["checks"]
+    ]
+    headers = ("check", "mode", "batch", "compared", "off", "largest |Δ|", "largest floor")
+    title = (
+        "Batches, each request against itself alone (verify, step, prefill: logits; commit, reorder, canary: what is "
+        "stored; reorder, canary and again must keep every bit)"
+    )
+    blocks: list[Table | str] = [Table(title, headers, rows, spare=("largest floor",))]
+    shown = sorted(batch["findings"], key=lambda found: found["verdict"] != "fail")[:WORST]
+    if shown:
+        rows = [
+            (
+                found["check"],
+                found["mode"] or "",
+                found["size"],
+                plain(found["composition"]),
+                plain(found["request"]),
+                *("" if found[name] is None else found[name] for name in ("node", "layer", "channel")),
+                found["verdict"],
+            )
+            for found in shown
+        ]
+        headers = ("check", "mode", "batch", "composition", "request", "node", "layer", "channel", "verdict")
+        title = f"Findings in batches, the first {len(shown)} of {len(batch['findings'])}"
+        blocks.append(Table(title, headers, rows, spare=("composition", "mode")))
+        blocks.append(f"First: {plain(shown[0]['says'])}")
+    seen = batch["coverage"]
+    blocks.append(
+        f"Coverage of batches: {seen['groups']} groups, {seen['unequal_lengths']} of unequal lengths, prompts of "
+        f"{seen['shortest']} to {seen['longest']} tokens."
+    )
+    return blocks
+
+
+def drafter_lines(summary: dict) -> list[str]:
+    """What is to be said of a drafter that reads the target, a line a mode; modes that say the same share one."""
+    lines: dict[str, list[str]] = {}
+    for mode, found in summary.items():
+        if drafter := found.get("drafter"):
+            ngram = drafter["ngram"]
+            ngram = "" if ngram is None else f" (of an n-gram draft in the same places {ngram:.2f})"
+            polluted = f"; polluted in {drafter['polluted']} rounds" if drafter["polluted"] else ""
+            text = (
+                f"expected {drafter['expected']:.2f} nodes a round, plain decoding accepts {drafter['accepted']:.2f} "
+                f"of its drafts{ngram}{polluted}{': ' + drafter['says'] if drafter['says'] else ''}."
+            )
+            lines.setdefault(text, []).append(mode)
+    return ["\n".join(f"Drafter in {', '.join(modes)}: {text}" for text, modes in lines.items())] if lines else []
+
+
 def _commit_count(accepts: Sequence[dict], mode: str) -> str:
     """'4 pass', or how many of how many are not."""
+    if accepts and not any(mode in accept["modes"] for accept in accepts):
+        return "not run"
     verdicts = [accept["modes"][mode]["verdict"] for accept in accepts]
     others = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts) if verdict != "pass"}
     return ", ".join(f"{count} of {len(verdicts)} {verdict}" for verdict, count in others.items()) or (
@@ -335,7 +523,7 @@ def _commit_count(accepts: Sequence[dict], mode: str) -> str:
 
 def remarks(record: dict) -> str:
     floor, seen, leak = record["floor"], record["coverage"], record["leakage"]
-    controls = ", ".join(f"{name} {number(value)}" for name, value in floor["controls"].items())
+    controls = ", ".join(f"{name} {number(value)}" for name, value in floor["controls"].items()) or "none was run"
     layers = ", ".join(f"{count} {kind}" for kind, count in seen["layers"].items())
     library = floor.get("library_unforked")
     if library is not None:
@@ -349,21 +537,70 @@ def remarks(record: dict) -> str:
         f"{seen['contaminated']} contaminated; {seen['near_moved']} of {seen['near']} near a skip edge moved; rounds "
         f"with two or more accepted {seen['accepted_two_or_more']}, off the first branch "
         f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}.",
-        f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
-        f"tokens and {leak['flipped']} would choose another token (median KL {number(leak['median_kl'])} nats); "
-        f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly, and "
-        f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens.",
     ]
+    if leak["rounds"]:
+        lines.append(
+            f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
+            f"tokens and {leak['flipped']} would choose another token (median KL {_leak_kl(record)} nats); "
+            f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly, and "
+            f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens."
+        )
+    else:
+        lines.append(
+            f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
+            f"tokens; what that does was not seen, for {CONTROL} was not run."
+        )
+    lines += tie_lines(record)
     if oracle := record.get("oracle"):
         errors = ", ".join(
-            f"{mode} {number(oracle[mode]['median_abs'])}" for mode in ("ar", *record["verdict"]["modes"])
+            f"{mode} {number(oracle[mode]['median_abs'])}"
+            for mode in ("ar", *record["verdict"]["modes"])
+            if mode in oracle
         )
         outlier = "; ar is the outlier" if oracle["ar_is_the_outlier"] else ""
         lines.append(f"Against float64, median |Δ|: {errors}{outlier}.")
+    lines += where_lines(record)
+    lines += [f"Trace: {plain(note)}." for note in record.get("trace", {}).get("notes", ())]
     lines += [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
     if record.get("command"):
         lines.append(f"Again: {plain(record['command'])}")
     return "\n".join(lines)
+
+
+def where_lines(record: dict) -> list[str]:
+    """Where the faults enter that were looked into, a paragraph each."""
+    return [line for case in record["cases"] for line in _where(case)]
+
+
+def _where(case: dict) -> list[str]:
+    return [
+        f"Where ({found['mode']} in {plain(case['id'])}, {found['nodes']} beyond): {plain(found['text'])}."
+        for found in case.get("attribution", {}).values()
+    ]
+
+
+def tie_lines(record: dict) -> list[str]:
+    """Equal largest logits, and modes that take another of them than ar: explained, never a leak."""
+    equal, rules = [], {}
+    for case in record["cases"]:
+        found = case.get("ties", {"equal": {}, "rules": {}})
+        equal += [(plain(case["id"]), node, ids) for node, ids in found["equal"].items()]
+        for mode, taken in found["rules"].items():
+            rules.setdefault(mode, []).extend((plain(case["id"]), one) for one in taken)
+    lines = []
+    if equal:
+        case, node, ids = equal[0]
+        lines.append(
+            f"Ties: at {len(equal)} nodes ar's largest logits are equal, margin 0 (first: {case}, node {node}, tokens "
+            f"{' '.join(map(str, ids))})."
+        )
+    for mode, found in rules.items():
+        case, one = found[0]
+        lines.append(
+            f"Tie rule differs: {mode} takes another of equal logits than ar at {len(found)} nodes (first: {case}, "
+            f"node {one['node']}, ar {one['ar']}, {mode} {one['mode']}); the logits are the same."
+        )
+    return lines
 
 
 def verdict_line(record: dict) -> str:
@@ -381,12 +618,12 @@ def find_case(record: dict, name: str) -> dict:
     return known[name]
 
 
-def render_case(record: dict, case: dict, width: int | None = None) -> str:
+def case_blocks(record: dict, case: dict) -> list[Table | str]:
     """Every node of one case under every mode."""
     tokens, modes = record.get("tokens", {}), list(case["modes"])
     rows = []
     for node in case["nodes"]:
-        shown = [f"{number(node[mode]['max_abs'])} {node[mode]['verdict'] or 'not judged'}".strip() for mode in modes]
+        shown = [_shown(node[mode]) for mode in modes]
         rows.append(
             (
                 node["node"],
@@ -402,18 +639,30 @@ def render_case(record: dict, case: dict, width: int | None = None) -> str:
     headers = ("node", "token", "parent", "unforked reads", "depth", "leaked", "ar token", *(f"{m} |Δ|" for m in modes))
     table = Table(f"Case {plain(case['id'])}", headers, rows, spare=("leaked", "depth", "unforked reads"))
     reasons = [
-        wrap(f"{mode}: {result['verdict']}: {plain(result['reason'])}", width)
+        f"{mode}: {result['verdict']}: {plain(result['reason'])}"
         for mode, result in case["modes"].items()
         if result["reason"]
     ]
-    return "\n\n".join([titled(table, width), *reasons])
+    return [table, *reasons, *_where(case)]
 
 
-def render_node(record: dict, case: dict, place: int, width: int | None = None) -> str:
-    """All figures of one node. Raises ValueError for a node that the case does not have."""
+def render_case(record: dict, case: dict, width: int | None = None) -> str:
+    """The view of `case_blocks`."""
+    return "\n\n".join(
+        titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in case_blocks(record, case)
+    )
+
+
+def find_node(case: dict, place: int) -> dict:
+    """A node by its number. Raises ValueError for one that the case does not have."""
     if not 0 <= place < len(case["nodes"]):
         raise ValueError(f"node: got {place}, expected 0..{len(case['nodes']) - 1} in case {plain(case['id'])}")
-    tokens, node = record.get("tokens", {}), case["nodes"][place]
+    return case["nodes"][place]
+
+
+def node_blocks(record: dict, case: dict, place: int) -> list[Table | str]:
+    """All figures of one node. Raises ValueError for a node that the case does not have."""
+    tokens, node = record.get("tokens", {}), find_node(case, place)
     path = [place]
     while case["nodes"][path[-1]]["parent"] >= 0:
         path.append(case["nodes"][path[-1]]["parent"])
@@ -426,17 +675,55 @@ def render_node(record: dict, case: dict, place: int, width: int | None = None) 
         + ("clean" if node["clean"] else "contaminated")
         + ("" if after is None else f", {after} rows after a skip edge"),
         f"ar chooses {token_text(node['ar']['argmax'], tokens)} by a margin of {number(node['ar']['margin'])}",
-        "controls |Δ|: " + ", ".join(f"{name} {number(value)}" for name, value in node["controls"].items()),
+        "controls |Δ|: "
+        + (", ".join(f"{name} {number(value)}" for name, value in node["controls"].items()) or "none was run"),
+        *(
+            f"{mode} is off here from layer {found['first'][str(place)]} on"
+            for mode, found in case.get("attribution", {}).items()
+            if str(place) in found["first"]
+        ),
+        *_where(case),
     ]
     headers = ("mode", "verdict", "|Δ|", "floor", "rms", "KL", "TV", "rank of ar's", "token")
     rows = []
-    for mode in case["modes"]:
+    for mode, result in case["modes"].items():
         value = node[mode]
-        figures = [number(value[name]) for name in ("rms", "kl", "tv")]
+        if value["argmax"] is None:
+            rows.append((mode, result["verdict"], *["-"] * 7))
+            continue
+        figures = [number(value["rms"]), *(_share(value, value[name]) for name in ("kl", "tv"))]
         verdict, token = value["verdict"] or "not judged", token_text(value["argmax"], tokens)
         rows.append((mode, verdict, number(value["max_abs"]), _floor(value), *figures, value["ar_rank"], token))
-    table = Table("", headers, rows, spare=("rms", "TV"))
-    return "\n".join([wrap("\n".join(facts), width), "", layout(table, width)])
+    return ["\n".join(facts), Table("", headers, rows, spare=("rms", "TV"))]
+
+
+def render_node(record: dict, case: dict, place: int, width: int | None = None) -> str:
+    """The view of `node_blocks`."""
+    facts, table = node_blocks(record, case, place)
+    return "\n".join([wrap(facts, width), "", layout(table, width)])
+
+
+def _shown(value: dict) -> str:
+    """A mode's figure and verdict in a cell of the node table."""
+    if value["argmax"] is None:
+        return "-"
+    return f"{number(value['max_abs'])} {value['verdict'] or 'not judged'}"
+
+
+def _share(value: dict, figure: float | None) -> str:
+    """KL or total variation, which rows that were recorded in part do not give."""
+    return "unknown" if figure is None and value["max_abs"] is not None else number(figure)
+
+
+def _median_kl(values: Sequence[dict]) -> str:
+    if any(_share(value, value["kl"]) == "unknown" for value in values):
+        return "unknown"
+    return f"{statistics.median(size(value['kl']) for value in values):.3g}"
+
+
+def _leak_kl(record: dict) -> str:
+    median = record["leakage"]["median_kl"]
+    return "unknown" if median is None and record.get("trace", {}).get("top") else number(median)
 
 
 def _floor(value: dict) -> str:

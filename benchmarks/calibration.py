@@ -1,0 +1,489 @@
+"""How often a right engine is called wrong, how often a wrong one is found, and from which dose on.
+
+    python benchmarks/calibration.py alarms --dtype float32,bfloat16
+    python benchmarks/calibration.py detection --trials 300
+    python benchmarks/calibration.py dose
+    python benchmarks/calibration.py edges --dtype bfloat16
+
+Nodes and trees of one prompt are not independent: a prompt counts once, and every bound is the exact one (Clopper and
+Pearson) with the prompt as its unit. Results are appended to --out as they come, a JSON line each; a run that was
+killed goes on after them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin cost more than they bring
+
+import numpy as np
+import torch
+from scipy.stats import binomtest
+from tabulate import tabulate
+from transformers import AutoConfig
+
+from ddtree_check import inject
+from ddtree_check.batch import batch_runs
+from ddtree_check.case import load_prompts
+from ddtree_check.check import Item, Settings, check
+from ddtree_check.commit import accept_nodes
+from ddtree_check.draft import shape
+from ddtree_check.engines import load_engine, loading
+from ddtree_check.engines.transformers import TransformersEngine
+from ddtree_check.inject import Faulty, Remembered, keeps
+from ddtree_check.job import quiet_libraries
+from ddtree_check.known import load_known
+from ddtree_check.plan import plan
+from ddtree_check.resources import fixtures_dir
+from ddtree_check.rounds import Rounds, generate
+from ddtree_check.tiny import SHAPES
+from ddtree_check.tree import DraftTree
+from ddtree_check.verdict import Rule
+from ddtree_check.wiring import Wiring
+
+TRAINED = ("tiny-qwen3_5", "tiny-mamba2-hybrid", "tiny-lfm2")  # of fixtures/models
+DRAWN = ("qwen3_5_text", "bamba", "lfm2", "kimi_linear", "minimax", "olmo_hybrid", "falcon_h1", "qwen3")  # of tiny.py
+LOW = 8  # ids below are reserved by configurations
+QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
+
+
+# Engines, prompts, trees
+
+
+@cache
+def engine_of(model: str, dtype: str, seed: int = 0):
+    if model in TRAINED:
+        return load_engine("transformers", str(fixtures_dir() / "models" / model), dtype=dtype, device="cpu")
+    config = AutoConfig.for_model(model, **SHAPES[model])
+    wanted = loading.parse_dtype(dtype, torch.float32)
+    built = loading.build_random(config, dtype=wanted, device=torch.device("cpu"), seed=seed)
+    return TransformersEngine(built, provenance={"name": f"tiny {model}", "weights": "random"})
+
+
+@cache
+def texts() -> list[tuple[str, str]]:
+    files = [fixtures_dir() / "prompts" / f"{name}.jsonl" for name in ("code", "humaneval")]
+    return [(prompt.id, prompt.text) for file in files for prompt in load_prompts(file)]
+
+
+def items_of(model: str, count: int, nodes: int, seed: int = 0) -> Iterator[Item]:
+    """So many prompts: the texts of the package for a trained model, drawn tokens and trees for a drawn one."""
+    if model in TRAINED:
+        tokenizer = loading.load_tokenizer(str(fixtures_dir() / "models" / model))
+        for name, text in texts()[:count]:
+            yield Item(name, tuple(tokenizer(text)["input_ids"])[-120:])
+        return
+    high = SHAPES[model]["vocab_size"] - LOW
+    for number in range(count):
+        rng = np.random.default_rng((seed, number))
+        tokens = tuple(rng.integers(LOW, high, int(rng.integers(2, 40))).tolist())
+        root = int(rng.integers(LOW, high))
+        tree = shape("random", nodes, vocab=high, seed=seed + number, root=root, exclude=range(LOW))
+        yield Item(f"drawn {seed} {number}", tokens, tree)
+
+
+# False alarms
+
+SOURCES: dict[str, Callable] = {  # noise source -> (engine, settings, threads)
+    "repeat": lambda engine, settings: (engine, replace(settings, seed=1), 1),
+    "other batch width": lambda engine, settings: (engine, replace(settings, ar="batched"), 1),
+    "other reduction order": lambda engine, settings: (Faulty(engine, around=inject.other_order), settings, 1),
+    "other thread count": lambda engine, settings: (engine, settings, 2),
+}
+
+
+def batched_wrong(engine) -> set[str]:
+    """Families whose decoding of several rows the library is known to get wrong, in the versions at hand."""
+    versions = engine.describe()
+    entries = [entry for entry in load_known() if entry.check == "batched"]
+    return {family for entry in entries for family in entry.families if entry.covers(family, versions)}
+
+
+def alarms(given, done: dict, write: Callable) -> None:
+    budgets = tuple(map(int, given.nodes.split(",")))
+    for dtype in given.dtype.split(","):
+        for model in given.models.split(","):
+            engine = engine_of(model, dtype)
+            count = given.prompts if model in TRAINED else given.drawn
+            for item in items_of(model, count, budgets[0]):
+                for source, make in SOURCES.items():
+                    if source == "other batch width" and model in batched_wrong(engine):
+                        continue
+                    keys = [["alarms", model, dtype, item.id, source, budget] for budget in budgets]
+                    keys = keys[:1] if item.tree else keys
+                    if all(tuple(key) in done for key in keys):
+                        continue
+                    host, settings, threads = make(engine, Settings(budgets=budgets))
+                    torch.set_num_threads(threads)
+                    record = check(host, [item], settings)
+                    torch.set_num_threads(1)
+                    for key, case in zip(keys, record["cases"], strict=True):
+                        write(key, _alarm_figures(case))
+
+
+def _alarm_figures(case: dict) -> dict:
+    """What one clean run came to: alarms, and how close its nodes were to their floors, as error / control."""
+    modes = {mode: case["modes"][mode]["verdict"] for mode in ("linear", "tree_forked")}
+    ratios = []
+    for node in case["nodes"]:
+        control = max(node["controls"].get("pad", 0.0), node["controls"].get("chain", 0.0))
+        floor, error = node["tree_forked"]["floor"], node["tree_forked"]["max_abs"]
+        if floor:
+            ulp = max(floor - 4 * control, 1e-30) / 4  # the floor is 4 controls and 4 ulps
+            ratios.append(error / max(control + ulp, 1e-30))
+    return {
+        "modes": modes,
+        "alarm": any(verdict not in ("pass", "known_failure") for verdict in modes.values())
+        or bool(case["leak_law"]["outside"]),
+        "nodes": len(case["nodes"]),
+        "ties": case["modes"]["tree_forked"]["tie"],
+        "worst": max(ratios, default=0.0),
+    }
+
+
+# Detection
+
+
+def _flat(text: str) -> Callable:
+    wrong = Wiring.parse(text)
+    return lambda engine, tree, share: (
+        Faulty(engine, forked=wrong) if share == 1 else Faulty(engine, around=inject.blended(wrong, share))
+    )
+
+
+def _stored(source: Callable, *channels: str) -> Callable:
+    return lambda engine, tree, share: Faulty(engine, commit=keeps(source, *channels, tree_only=True, share=share))
+
+
+def _captured(*channels: str) -> Callable:
+    def make(engine, tree, share):
+        host = inject.captured(engine, *channels, share=share)
+        other = shape("random", len(tree) - 1, vocab=engine.vocab_size, seed=len(tree) + tree.tokens[0], root=LOW)
+        host.verify(engine.prefill(range(LOW, LOW + 9)), other, inject.FORKED)  # the step that was captured
+        return host
+
+    return make
+
+
+def _own(*channels: str) -> Callable:
+    """A block that starts from zeros, in the engine's own pass and in the tree."""
+    wrong = inject.dropped(*channels)
+
+    def make(engine, tree, share):
+        if share == 1:
+            return Faulty(engine, own=wrong, forked=wrong)
+        return Faulty(engine, own=Wiring("own"), around=inject.blended(wrong, share, everywhere=True))
+
+    return make
+
+
+def _gates(engine, tree, share):
+    return Faulty(engine, around=inject.altered("gated_delta", inject.gate_of_first_row("g", "beta", share=share)))
+
+
+def _noise(engine, tree, share):
+    return Faulty(engine, around=inject.branching(inject.noisy(share, modes=(inject.FORKED,))))
+
+
+def _reorder(engine, tree, share):
+    return inject.batched(engine, reorder=inject.keys_alone(engine))
+
+
+def _first_state(engine, tree, share):
+    return inject.batched(engine, verify=inject.states_of_first(engine, "recurrent"))
+
+
+def _padding(engine, tree, share):
+    return inject.batched(engine, prefill=inject.padding_run(engine, "recurrent", "conv", alone=False))
+
+
+def _penalties(rule: str) -> Callable:
+    return lambda engine, tree, share: Faulty(engine, processed=inject.processed(rule, "tree_forked"))
+
+
+# kind, name, what makes it, models, the check that must see it. A commit is judged on a path that leaves the first
+# branch; noise has a size of its own, 1 % of every product's rms.
+KINDS = (
+    ("K1", "the commit never happened", _stored(inject.before, "recurrent", "conv"), ("tiny-qwen3_5", "bamba"),
+     "commit"),
+    ("K2", "the state at the accepted length", _stored(inject.wired(commit="flat"), "recurrent"),
+     ("tiny-qwen3_5", "bamba", "kimi_linear"), "commit"),
+    ("K3", "states in row order", _flat("state=flat"), ("tiny-qwen3_5", "bamba", "minimax"), "tree"),
+    ("K4", "windows in row order", _flat("conv=flat"), ("tiny-qwen3_5", "lfm2"), "tree"),
+    ("K4", "windows are slices of the row buffer", _stored(inject.wired(conv="flat"), "conv"),
+     ("tiny-qwen3_5", "bamba"), "commit"),
+    ("K5", "a causal mask", _flat("mask=flat"), ("tiny-qwen3_5", "qwen3"), "tree"),
+    ("K5", "positions by row", _flat("positions=flat"), ("tiny-qwen3_5", "qwen3"), "tree"),
+    ("K5", "the first rows of the keys are kept", _stored(inject.wired(commit="flat"), "keys"), ("tiny-qwen3_5",),
+     "commit"),
+    ("K6", "buffers that are one to all rows short", None, ("no model",), "plan"),
+    ("K7", "the parents of the captured step", _captured("state", "conv"), ("tiny-qwen3_5", "bamba"), "tree"),
+    ("K7", "the state rows of the captured step", _captured("slots"), ("tiny-qwen3_5", "bamba"), "tree"),
+    ("K8", "rows are permuted, states are not", _reorder, ("qwen3_5_text", "bamba"), "reorder"),
+    ("K8", "every request starts from the first one's state", _first_state, ("qwen3_5_text", "bamba"), "verify"),
+    ("K9", "a cached block starts from zeros", _own("state", "conv"), ("tiny-qwen3_5", "bamba"), "linear"),
+    ("K9", "the first row's gates for all rows", _gates, ("tiny-qwen3_5", "qwen3_5_text"), "linear"),
+    ("K10", "left padding runs into states and windows", _padding, ("qwen3_5_text", "olmo_hybrid"), "prefill"),
+    ("K12", "no penalties in verify", _penalties("none"), ("tiny-qwen3_5", "bamba"), "sampling"),
+    ("K12", "penalties count the sibling's path", _penalties("sibling"), ("tiny-qwen3_5", "bamba"), "sampling"),
+    ("K13", "acceptance of a text that is not plain decoding's", _flat("state=flat,conv=flat"),
+     ("tiny-qwen3_5", "bamba"), "acceptance"),
+    ("K11", "noise on trees, not on chains", _noise, ("tiny-qwen3_5", "bamba"), "tree"),
+)  # fmt: skip
+NATURAL = {"noise on trees, not on chains": 0.01}
+
+
+def _trial(engine, item: Item, make: Callable, share: float, by: str) -> bool | None:
+    """Whether the check saw it; None where the fault changes nothing there, such as a chain."""
+    tree = item.tree
+    if by == "plan":
+        rng = np.random.default_rng(len(item.tokens) + 97 * tree.tokens[0])
+        budgets = {name: int(rng.integers(1, 65)) for name in "abc"[: int(rng.integers(1, 4))]}
+        rows = sum(budget + 1 for budget in budgets.values())
+        return bool(plan(budgets, {"rows": {"total": int(rng.integers(rows))}}))
+    if by in ("reorder", "verify", "prefill"):
+        other = replace(item, id="beside", tokens=item.tokens[::-1][: max(1, len(item.tokens) - 3)])
+        settings = Settings(require=("tree_forked",), controls=2, attribute=False)
+        found = batch_runs(make(engine, tree, share), [item, other], settings, (2,))["findings"]
+        return any(one["check"] == by and one["verdict"] == "fail" for one in found)
+    if by == "sampling":
+        settings = Settings(controls=2, attribute=False, temperature=0.8, repetition_penalty=1.3, draws=20)
+        (case,) = check(make(engine, tree, share), [item], settings)["cases"]
+        return case["modes"]["tree_forked"]["verdict"] == "fail"
+    if by == "acceptance":
+        settings = Settings(budgets=(len(tree) - 1,))
+        rounds = Rounds(rounds=12, modes=("tree_forked",))
+        summary = generate(make(engine, tree, share), [replace(item, tree=None)], settings, rounds)["summary"]
+        found = summary["tree_forked"]
+        # A text that the leak did not touch in so few rounds has nothing to withhold.
+        return found["accepted_per_round"] is None if found["off"] or found["same_text"] < found["texts"] else None
+    if by == "commit":
+        node = next(node for node, pattern in accept_nodes(tree, ("branch",)).items())
+        if tree.depth[node] == node:
+            return None
+        settings = Settings(accept=(str(node),), controls=2, attribute=False)
+    else:
+        settings = Settings(controls=2, attribute=False)
+    record = check(make(engine, tree, share), [item], settings)
+    (case,) = record["cases"]
+    if by == "commit":
+        return case["commit"][0]["modes"]["tree_forked"]["verdict"] == "fail"
+    return case["modes"]["linear" if by == "linear" else "tree_forked"]["verdict"] == "fail"
+
+
+def _drafted(model: str, dtype: str, count: int, nodes: int, seed: int) -> Iterator[tuple[object, Item]]:
+    """Prompts with a drawn tree that branches, and an engine that remembers what they share."""
+    engine = engine_of(model, dtype)
+    for number, item in enumerate(items_of(model, count, nodes, seed)):
+        tree = item.tree or shape(
+            "random", nodes, vocab=engine.vocab_size - LOW, seed=seed + number, root=LOW + number, exclude=range(LOW)
+        )
+        if tree.is_chain or all(parent == 0 for parent in tree.parents[1:]):
+            continue
+        yield engine, replace(item, tokens=item.tokens[-60:], tree=tree)
+
+
+def chosen_kinds(given) -> list[tuple]:
+    return [row for row in KINDS if given.kinds is None or row[0] in given.kinds.split(",")]
+
+
+def detection(given, done: dict, write: Callable) -> None:
+    for kind, name, make, models, by in chosen_kinds(given):
+        dtypes = given.dtype.split(",")
+        combinations = sum(len(other[3]) for other in KINDS if other[0] == kind) * len(dtypes)
+        for model in models:
+            share = -(-given.trials // combinations) + 1
+            for dtype in dtypes:
+                host = model if model != "no model" else "qwen3_5_text"
+                for engine, item in _drafted(host, dtype, share, int(given.nodes), 7):
+                    key = ["detection", kind, name, model, dtype, item.id]
+                    if tuple(key) not in done:
+                        seen = _trial(Remembered(engine), item, make, NATURAL.get(name, 1.0), by)
+                        write(key, {"seen": seen})
+
+
+def dose(given, done: dict, write: Callable) -> None:
+    """The injected error from 0 up, a factor of 10 ** (1/2) a step: the share of prompts where the verdict turns."""
+    doses = [0.0, *np.logspace(-8, 0, 17).tolist()]
+    for kind, name, make, models, by in chosen_kinds(given):
+        if "positions" in name or by not in ("tree", "linear", "commit"):  # there, or not there
+            continue
+        for dtype in given.dtype.split(","):
+            for engine, item in _drafted(models[0], dtype, given.trials, int(given.nodes), 11):
+                remembered = Remembered(engine)
+                for share in doses:
+                    key = ["dose", kind, name, models[0], dtype, item.id, f"{share:.3g}"]
+                    if tuple(key) not in done:
+                        write(key, {"seen": _trial(remembered, item, make, share, by)})
+
+
+# One wrong edge
+
+EDGES = {
+    "state of the grandparent": ("state", lambda t, i: t.parents[t.parents[i]] if t.parents[i] >= 0 else None),
+    "state of the previous row": ("state", lambda t, i: i - 1 if t.parents[i] != i - 1 else None),
+    "window of the grandparent": ("conv", lambda t, i: t.parents[t.parents[i]] if t.parents[i] >= 0 else None),
+    "mask misses the parent": ("mask", lambda t, i: t.parents[i]),
+    "mask sees one stranger": ("mask", lambda t, i: next((j for j in range(i) if j not in t.path(i)), None)),
+    "position one too far": ("positions", lambda t, i: t.depth[i] + 1),
+}
+
+
+def edges(given, done: dict, write: Callable) -> None:
+    """One wrong edge, in one channel, at one node, for every node of one tree in turn."""
+    from ddtree_check.compare import measure
+
+    for dtype in given.dtype.split(","):
+        engine = engine_of("tiny-qwen3_5", dtype)
+        for item in items_of("tiny-qwen3_5", 3, 32):
+            (case,) = check(engine, [item], Settings(budgets=(32,)))["cases"]
+            tree, prefix = DraftTree.from_json(case["tree"]), engine.prefill(item.tokens)
+            floor = np.array([node["tree_forked"]["floor"] for node in case["nodes"]])
+            reference = engine.decode(prefix, tree)
+            for name, (channel, source) in EDGES.items():
+                for node in range(1, len(tree)):
+                    key = ["edges", name, dtype, item.id, node]
+                    if (wrong := source(tree, node)) is None or tuple(key) in done:
+                        continue
+                    wiring = inject.moved_edge(channel, node, wrong)
+                    seen = measure(reference, engine.verify(prefix, tree, wiring).logits)
+                    found = bool(seen.max_abs[node] > floor[node])
+                    write(key, {"seen": found, "tie": bool(seen.changed[node]) and not found})
+
+
+# What it came to
+
+
+def report(done: dict) -> None:
+    tables = (("alarms", _alarm_table), ("detection", _detection_table), ("dose", _dose_table), ("edges", _edge_table))
+    for name, table in tables:
+        mine = {key[1:]: value for key, value in done.items() if key[0] == name}
+        if mine:
+            print(f"{table(mine)}\n")
+
+
+def bound(found: int, tried: int) -> tuple[float, float]:
+    """The exact 95 % interval of a share, one-sided where it is 0 or 1."""
+    side = {0: "less", tried: "greater"}.get(found, "two-sided")
+    interval = binomtest(found, tried, alternative=side).proportion_ci(0.95, method="exact")
+    return interval.low, interval.high
+
+
+def _alarm_table(done: dict) -> str:
+    rows, every = [], {}
+    for (model, dtype, prompt, *_), value in done.items():
+        every.setdefault((model, dtype), []).append((prompt, value))
+        every.setdefault(("all", dtype), []).append((f"{model} {prompt}", value))
+        every.setdefault(("all", "both"), []).append((f"{model} {prompt}", value))
+    for (model, dtype), runs in sorted(every.items(), key=lambda entry: (entry[0][0] == "all", entry[0])):
+        prompts = {prompt for prompt, _ in runs}
+        alarmed = {prompt for prompt, value in runs if value["alarm"]}
+        worst = np.array([value["worst"] for _, value in runs])
+        rows.append(
+            (
+                model, dtype, len(runs), sum(value["nodes"] for _, value in runs), len(prompts), len(alarmed),
+                f"{bound(len(alarmed), len(prompts))[1]:.2%}", sum(value["ties"] for _, value in runs),
+                *(f"{np.quantile(worst, q):.2f}" for q in QUANTILES),
+            )
+        )  # fmt: skip
+    headers = ("model", "dtype", "case-runs", "nodes", "prompts", "alarmed", "true share below", "ties")
+    headers += tuple(f"worst q{q:g}" for q in QUANTILES)
+    head = "False alarms; worst: largest error of a case's nodes / (control + ulp), the alarm is above 4"
+    return f"{head}\n{tabulate(rows, headers, 'github', disable_numparse=True)}"
+
+
+def _detection_table(done: dict) -> str:
+    every: dict[tuple, dict[str, list[bool]]] = {}
+    for (kind, name, model, dtype, prompt), value in done.items():
+        if value["seen"] is not None:
+            for key in ((kind, name, dtype), (kind, "all of the kind", "both")):
+                every.setdefault(key, {}).setdefault(f"{model} {prompt}", []).append(value["seen"])
+    rows = []
+    for (kind, name, dtype), prompts in sorted(every.items(), key=lambda entry: (int(entry[0][0][1:]), entry[0][1:])):
+        trials = [seen for found in prompts.values() for seen in found]
+        whole = sum(all(found) for found in prompts.values())
+        low, _ = bound(whole, len(prompts))
+        rows.append((kind, name, dtype, f"{sum(trials)} of {len(trials)}", f"{np.mean(trials):.1%}", f"{low:.1%}"))
+    headers = ("kind", "fault", "dtype", "found", "share", "prompts where all were found, at least")
+    return f"Detection at natural size\n{tabulate(rows, headers, 'github', disable_numparse=True)}"
+
+
+def _dose_table(done: dict) -> str:
+    every: dict[tuple, dict[float, list[bool]]] = {}
+    for (kind, name, model, dtype, _, share), value in done.items():
+        if value["seen"] is not None:
+            every.setdefault((kind, name, model, dtype), {}).setdefault(float(share), []).append(value["seen"])
+    rows = []
+    for key, curve in sorted(every.items(), key=lambda entry: (int(entry[0][0][1:]), entry[0][1:])):
+        shares = {share: np.mean(seen) for share, seen in sorted(curve.items())}
+        first = next((share for share, part in shares.items() if part > 0), None)
+        half = next((share for share, part in shares.items() if part >= 0.5), None)
+        sure = next((share for share in shares if all(p == 1 for s, p in shares.items() if s >= share)), None)
+        cells = ("-" if share is None else f"{share:.2g}" for share in (first, half, sure))
+        rows.append((*key, len(next(iter(curve.values()))), f"{shares.get(0.0, 0):.0%}", *cells))
+    headers = ("kind", "fault", "model", "dtype", "prompts", "found at 0", "smallest found", "half found", "all from")
+    title = "Dose: share of the natural error (K11: noise / rms of every product)"
+    return f"{title}\n{tabulate(rows, headers, 'github', disable_numparse=True)}"
+
+
+def _edge_table(done: dict) -> str:
+    every: dict[str, dict[str, list[dict]]] = {}
+    for (name, dtype, *_), value in done.items():
+        every.setdefault(name, {}).setdefault(dtype, []).append(value)
+    dtypes = sorted({dtype for found in every.values() for dtype in found})
+    rows = []
+    for name, found in every.items():
+        rows.append((name, *(cell for dtype in dtypes for cell in _edge_cells(found.get(dtype, [])))))
+    headers = ("one wrong edge", *(word for dtype in dtypes for word in (dtype, f"{dtype}, called a tie")))
+    return tabulate(rows, headers, "github", disable_numparse=True)
+
+
+def _edge_cells(found: list[dict]) -> tuple[object, object]:
+    return f"{sum(v['seen'] for v in found)} of {len(found)}", sum(v["tie"] for v in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    runs = {"alarms": alarms, "detection": detection, "dose": dose, "edges": edges, "report": lambda *_: None}
+    parser.add_argument("what", choices=runs, nargs="?", default="report")
+    parser.add_argument("--dtype", default="float32,bfloat16")
+    parser.add_argument("--models", default=",".join((*TRAINED, *DRAWN)))
+    parser.add_argument("--prompts", type=int, default=172, help="texts for each trained model")
+    parser.add_argument("--drawn", type=int, default=60, help="drawn prompts for each drawn model")
+    parser.add_argument("--kinds", help="faults of these kinds alone, such as K3,K9")
+    parser.add_argument("--nodes", default="12", help="draft nodes of a tree; alarms: a tree for each number")
+    parser.add_argument("--trials", type=int, default=300, help="of each kind; prompts of each dose curve")
+    parser.add_argument("--out", default="reports/calibration.jsonl")
+    given = parser.parse_args()
+    out = Path(given.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = {}
+    if out.exists():
+        for line in out.read_text().splitlines():
+            entry = json.loads(line)
+            done[tuple(entry["key"])] = entry["value"]
+
+    def write(key: list, value: dict) -> None:
+        done[tuple(key)] = value
+        with out.open("a") as file:
+            file.write(json.dumps({"key": key, "value": value}) + "\n")
+
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    with quiet_libraries():
+        runs[given.what](given, done, write)
+    report(done)
+    seconds = time.perf_counter() - started
+    print(f"rule: {Rule().factor:g} controls + {Rule().ulps:g} ulps; {seconds:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

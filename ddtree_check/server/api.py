@@ -1,0 +1,192 @@
+"""Completions of an OpenAI-compatible server: bounded in time and size, repeated with back-off, checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+from ..errors import Unsupported, UsageError
+
+LARGEST = 64 * 2**20  # bytes of an answer
+LONGEST_PAUSE = 30.0  # seconds between two attempts, whatever the server asks for
+SLACK = 1e-3  # a sum of rounded probabilities may exceed 1
+AGAIN = (408, 409, 425, 429)  # and everything from 500
+
+
+class Failed(Exception):
+    """The server gave no usable answer, however often it was asked. The text says what it did."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server said. tops: for each token the log-probabilities of the likeliest, {} where it gave none.
+
+    prompt_tokens: how many it counted, None if it does not say; ended: whether the text ended by itself.
+    """
+
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float | None, ...]
+    tops: tuple[dict[str, float], ...]
+    prompt_tokens: int | None
+    ended: bool
+
+
+def clean_url(what: str, url: str) -> str:
+    """The URL of an API up to and with /v1, without a name and password. Raises UsageError for anything but http(s)."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{what}: got {url!r:.80}, expected an address such as http://localhost:30000/v1")
+    if "@" in parts.netloc:
+        raise UsageError(f"{what}: the address holds a name or password; expected --api-key-env NAME instead")
+    path = parts.path.rstrip("/")
+    return urlunsplit((parts.scheme, parts.netloc, path if path.endswith("/v1") else f"{path}/v1", "", ""))
+
+
+class Api:
+    """One server. timeout: seconds for a whole answer; retries: attempts after the first. Safe to use from threads."""
+
+    def __init__(
+        self,
+        what: str,
+        url: str,
+        *,
+        model: str | None = None,
+        key: str | None = None,
+        timeout: float = 120.0,
+        retries: int = 4,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        import httpx2
+
+        self.what, self.url, self.model = what, clean_url(what, url), model
+        self._timeout, self._retries, self._sleep = timeout, retries, sleep
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx2.Timeout(timeout, connect=min(timeout, 10.0))
+        secure = self.url.startswith("https:")  # reading the certificates takes time
+        self._client = httpx2.Client(headers=headers, timeout=limits, follow_redirects=False, verify=secure)
+
+    def close(self) -> None:
+        """Ends the connections; who still asks gets Failed, without another attempt."""
+        self._retries = 0
+        self._client.close()
+
+    def start(self) -> str:
+        """The model's name, the first that the server lists if none was chosen. Raises UsageError if it cannot be
+        reached or knows no such model."""
+        try:
+            data = self._ask("GET", "models", None, lambda data: [entry["id"] for entry in data["data"]])
+        except Failed as error:
+            raise UsageError(f"{self.what}: {error}; expected a server that answers there") from None
+        if not data:
+            raise UsageError(f"{self.what}: {self.url} lists no model, expected one")
+        if self.model is not None and self.model not in data:
+            raise UsageError(f"{self.what}: {self.url} has no model {self.model!r}, expected one of {', '.join(data)}")
+        self.model = self.model or data[0]
+        return self.model
+
+    def complete(self, prompt: str, tokens: int, top: int, *, echo: bool = False) -> Completion:
+        """A greedy completion with log-probabilities; echo: those of the prompt as well.
+
+        Raises Failed, Unsupported for a request that the server refuses, and UsageError where it wants a key.
+        """
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": top}
+        return self._ask("POST", "completions", body | ({"echo": True} if echo else {}), _completion)
+
+    def _ask(self, verb: str, path: str, body: dict | None, read: Callable):
+        """What `read` makes of the answer, a KeyError or the like being no answer."""
+        said = ""
+        attempt = 0
+        while True:
+            pause = min(LONGEST_PAUSE, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)  # not all clients at one time
+            try:
+                status, asked, content = self._send(verb, path, body)
+            except (OSError, RuntimeError, self._errors()) as error:  # RuntimeError: the client was closed
+                said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            else:
+                if status < 300:
+                    try:
+                        return read(json.loads(content))
+                    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+                        said = f"an answer that cannot be used ({type(error).__name__}: {str(error)[:100]})"
+                elif status in AGAIN or status >= 500:
+                    said = f"status {status}"
+                    pause = min(LONGEST_PAUSE, max(pause, asked))
+                else:
+                    self._refused(status, path, content)
+            attempt += 1
+            if attempt > self._retries:
+                raise Failed(f"{self.url}/{path}: {said}, {attempt} times")
+            self._sleep(pause)
+
+    def _send(self, verb: str, path: str, body: dict | None) -> tuple[int, float, bytes]:
+        """Status, the pause that the server asks for, and the body; it may not drip in for longer than the time."""
+        end = time.monotonic() + self._timeout
+        with self._client.stream(verb, f"{self.url}/{path}", json=body) as answer:
+            parts, size = [], 0
+            for part in answer.iter_bytes():
+                size += len(part)
+                parts.append(part)
+                if size > LARGEST:
+                    raise OSError(f"an answer of more than {LARGEST} bytes")
+                if time.monotonic() > end:
+                    raise OSError(f"no whole answer within {self._timeout:g} s")
+            asked = answer.headers.get("retry-after", "")
+            return answer.status_code, float(asked) if asked.isdecimal() else 0.0, b"".join(parts)
+
+    @staticmethod
+    def _errors() -> type[Exception]:
+        import httpx2
+
+        return httpx2.HTTPError
+
+    def _refused(self, status: int, path: str, content: bytes) -> None:
+        text = " ".join(content[:200].decode(errors="replace").split())
+        if status in (401, 403):
+            raise UsageError(f"{self.what}: status {status}: {text}; expected --api-key-env with a key that it takes")
+        if status == 404:
+            raise UsageError(
+                f"{self.what}: {self.url}/{path}: status 404: {text}; expected an OpenAI-compatible server"
+            )
+        raise Unsupported(f"{self.what}: {self.url}/{path}: status {status}: {text}")
+
+
+def _completion(data: dict) -> Completion:
+    """Reads an answer. Raises ValueError and the like for one that is not whole, Unsupported without logprobs."""
+    choice = data["choices"][0]
+    text, found = choice["text"], choice.get("logprobs")
+    if not isinstance(text, str):
+        raise ValueError(f"text {text!r:.40}, expected a string")
+    if found is None:
+        raise Unsupported("the server gives no logprobs; start it so that it does")
+    tokens, logprobs, tops = found["tokens"], found["token_logprobs"], found.get("top_logprobs") or []
+    tops = tops or [None] * len(tokens)
+    if not len(tokens) == len(logprobs) == len(tops):
+        raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(tops)} tops, expected one of each")
+    if not all(isinstance(token, str) for token in tokens):
+        raise ValueError("tokens that are not strings")
+    usage = data.get("usage") or {}
+    count = usage.get("prompt_tokens")
+    return Completion(
+        text,
+        tuple(tokens),
+        tuple(None if value is None else _number(value) for value in logprobs),
+        tuple(
+            {str(token): found for token, value in (top or {}).items() if (found := _number(value)) is not None}
+            for top in tops
+        ),
+        count if isinstance(count, int) else None,
+        choice.get("finish_reason") not in (None, "length"),
+    )
+
+
+def _number(value: object) -> float | None:
+    """A log-probability; None for that of what cannot be. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value > SLACK:
+        raise ValueError(f"log-probability {value!r:.40}, expected a number of at most 0")
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,170 @@
+"""Measured positions of all prompts ─► band, verdicts, one verdict. Asks no server, prints nothing.
+
+A position is one token that a server chose, held against the reference's log-probabilities after the very same text.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from ..server.api import Completion
+
+PASS, DEFECT, INCONCLUSIVE = 0, 1, 2
+TEXTS = {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}
+VERDICTS = ("pass", "tie", "leak", "flip")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a difference of log-probabilities is beyond noise.
+
+    factor      times the band, which is the largest difference of the reference to itself, decoded and forced
+    resolution  nats that are never held against anybody: the bound of the project across engines
+    widest      nats; a band above it leaves nothing to judge by
+    compared    the share of tokens that must have been compared
+    """
+
+    factor: float = 4.0
+    resolution: float = 1e-3
+    widest: float = 1.0
+    compared: float = 0.5
+
+    def bound(self, band: float) -> float:
+        return self.factor * band + self.resolution
+
+
+@dataclass(frozen=True)
+class Position:
+    """delta: the largest |difference| of the log-probabilities that both servers gave; regret: how much likelier the
+    reference's first token is than the chosen one, after the same text (at least so much if `cut`); margin: its first
+    before its second. Null where there was nothing to compare."""
+
+    token: str
+    chosen: str
+    delta: float | None
+    regret: float
+    margin: float | None
+    cut: bool = False
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def positions(run: Completion, forced: Sequence[tuple[dict[str, float], float | None]]) -> list[Position]:
+    """The chosen tokens of a run against forced log-probabilities: for each position (top, that of the token)."""
+    found = []
+    for token, own, top, (reference, of_token) in zip(run.tokens, run.logprobs, run.tops, forced, strict=False):
+        first = max(reference, key=reference.get)
+        order = sorted(reference.values(), reverse=True)
+        known = reference.get(token, of_token)
+        shared = [abs(top[word] - reference[word]) for word in top.keys() & reference.keys()]
+        if own is not None and known is not None:
+            shared.append(abs(own - known))
+        found.append(
+            Position(
+                token,
+                first,
+                max(shared, default=None),
+                max(0.0, order[0] - (order[-1] if known is None else known)),
+                order[0] - order[1] if len(order) > 1 else None,
+                known is None,
+            )
+        )
+    return found
+
+
+def verdict(position: Mapping, bound: float) -> str:
+    """One of VERDICTS. Two rows within the bound of each other can part by twice as much."""
+    delta, regret = position["delta"], position["regret"]
+    within = delta is not None and delta <= bound and regret <= 2 * bound
+    changed = regret > 0
+    return ("tie" if changed else "pass") if within else ("flip" if changed else "leak")
+
+
+def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
+    """{"band", "prompts", "coverage", "verdict", "exit_code"} from the measured prompts (see `run.measure`).
+
+    Each prompt that was run gets a verdict at every position of every run.
+    """
+    run = [prompt for prompt in prompts if prompt["reason"] is None]
+    own = [delta for prompt in run for delta in prompt["own"] if delta is not None]
+    band = max(own, default=0.0)
+    bound = rule.bound(band)
+    judged, deltas = [], []
+    counts = dict.fromkeys(VERDICTS, 0)
+    for prompt in prompts:
+        runs = []
+        for one in prompt["runs"]:
+            found = [position | {"verdict": verdict(position, bound)} for position in one["positions"]]
+            ending = one["ending"]
+            if ending is not None:
+                ending = ending | {"verdict": "tie" if ending["regret"] <= 2 * bound else "flip"}
+            for position in [*found, *([ending] if ending else [])]:
+                counts[position["verdict"]] += 1
+            deltas += [position["delta"] for position in found if position["delta"] is not None]
+            runs.append(one | {"positions": found, "ending": ending})
+        judged.append(prompt | {"runs": runs})
+    control = [value for prompt in run for value in prompt["control"]]
+    tokens = sum(one["tokens"] for prompt in run for one in prompt["runs"])
+    compared = sum(len(one["positions"]) for prompt in run for one in prompt["runs"])
+    typical = {"own": statistics.median(own) if own else None, "runs": statistics.median(deltas) if deltas else None}
+    coverage = {
+        "prompts": len(run),
+        "not_run": len(prompts) - len(run),
+        "tokens": tokens,
+        "compared": compared,
+        "same_text": sum(one["same_text"] for prompt in run for one in prompt["runs"]),
+        "runs": sum(len(prompt["runs"]) for prompt in run),
+        "control": len(control),
+    }
+    reasons, code = _reasons(rule, band, bound, counts, typical, coverage, control)
+    reasons += [f"{prompt['id']}: not_run: {prompt['reason']}" for prompt in prompts if prompt["reason"]]
+    return {
+        "band": {
+            "largest": band,
+            "bound": bound,
+            "median": typical["own"],
+            "median_of_runs": typical["runs"],
+            "control": max(control, default=None),
+        },
+        "prompts": judged,
+        "counts": counts,
+        "coverage": coverage,
+        "verdict": {"text": TEXTS[code], "reasons": reasons},
+        "exit_code": code,
+    }
+
+
+def _reasons(rule: Rule, band, bound, counts, typical, coverage, control) -> tuple[list[str], int]:
+    """Why, and the exit code: what leaves nothing to judge by goes before a defect, a defect before gaps."""
+    if not coverage["compared"]:
+        return ["nothing was compared"], INCONCLUSIVE
+    if band > rule.widest:
+        return [
+            f"the reference differs from itself by {band:.3g} nats, expected at most {rule.widest:g}; "
+            "ask it one request at a time, or switch its own speculation off"
+        ], INCONCLUSIVE
+    if control and max(control) > bound:
+        return [
+            f"the servers differ by {max(control):.3g} nats on forced text, where nothing is speculated (expected at "
+            f"most {bound:.3g}): another model, dtype or kernel; nothing can be said of speculation"
+        ], INCONCLUSIVE
+    reasons = []
+    if counts["flip"] or counts["leak"]:
+        reasons.append(
+            f"{counts['flip']} tokens that the reference would not have chosen and {counts['leak']} whose "
+            f"log-probabilities are off, beyond {bound:.3g} nats"
+        )
+    own, runs = typical["own"], typical["runs"]
+    if own is not None and runs is not None and runs > rule.bound(own):
+        reasons.append(
+            f"half of all tokens are off by {runs:.3g} nats or more, where the reference is by {own:.3g} from itself"
+        )
+    if reasons:
+        return reasons, DEFECT
+    share = coverage["compared"] / max(1, coverage["tokens"])
+    if share < rule.compared:
+        reasons.append(f"only {share:.0%} of the tokens could be compared, expected {rule.compared:.0%}")
+    return reasons, INCONCLUSIVE if reasons or coverage["not_run"] else PASS

@@ -1,0 +1,231 @@
+"""The prompts of a black-box run: both servers decode them, the reference scores what came, and `judge` concludes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from .. import __version__
+from ..case import Prompt
+from ..errors import Unsupported, UsageError
+from ..journal import append_journal, resume_journal
+from .api import Api, Completion, Failed
+from .judge import Rule, conclude, positions
+
+SCHEMA = "ddtree-check/server/1"
+FORCE = ("auto", "echo", "steps")
+BLIND = (
+    "only tokens that were emitted: rejected branches and the tree itself stay unseen",
+    "only the likeliest tokens of a position, not the whole vocabulary",
+    "no states and no layers: a wrong commit shows only in the text that follows",
+    "whether the server speculated at all: look at its own acceptance figures",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """tokens: to decode for each prompt; top: likeliest tokens to compare; repeats: how often each server decodes a
+    prompt; force: how the reference scores a text: echo (one request), steps (one a token), auto (echo if it can)."""
+
+    tokens: int = 64
+    top: int = 5
+    repeats: int = 2
+    force: str = "auto"
+
+    def __post_init__(self):
+        for name in ("tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}: got {getattr(self, name)}, expected a number of at least 1")
+        if self.top < 2:
+            raise UsageError(f"top: got {self.top}, expected at least 2: a margin needs a second token")
+        if self.force not in FORCE:
+            raise UsageError(f"force: got {self.force!r}, expected one of {', '.join(FORCE)}")
+
+
+def run_servers(
+    server: Api,
+    reference: Api,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    rule: Rule | None = None,
+    concurrency: int = 4,
+    journal: str | None = None,
+    progress: Callable | None = None,
+) -> dict:
+    """The record of a run. Each prompt is one task of `concurrency` that run at once; one that fails is `not_run`.
+
+    journal: a file of finished prompts; a run that was killed goes on after them, and asks again for what was not run.
+    Raises UsageError and Unsupported.
+    """
+    if concurrency < 1:
+        raise UsageError(f"concurrency: got {concurrency}, expected a number of at least 1")
+    if server.url == reference.url:
+        raise UsageError(f"reference-url: got {reference.url} twice, expected the same model without speculation")
+    for prompt in prompts:
+        if prompt.text is None:
+            raise UsageError(f"prompt {prompt.id}: got token ids, expected text: the servers tokenise it themselves")
+    rule = rule or Rule()
+    where = {
+        "base_url": server.url,
+        "model": server.start(),
+        "reference_url": reference.url,
+        "reference_model": reference.start(),
+    }
+    head = {"schema": SCHEMA, "settings": asdict(settings), "servers": where}
+    lines = resume_journal(journal, head) if journal is not None else []
+    done = {line["id"]: line for line in lines if line["reason"] is None}
+    todo = [prompt for prompt in prompts if done.get(prompt.id, {}).get("prompt") != prompt.text]
+    with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+        tasks = {pool.submit(_prompt, server, reference, prompt, settings): prompt for prompt in todo}
+        try:
+            for task in concurrent.futures.as_completed(tasks):
+                line = task.result()
+                if journal is not None:
+                    append_journal(journal, line)
+                done[line["id"]] = line
+                if progress:
+                    progress(len(done), len(prompts), line["id"])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            server.close()
+            reference.close()
+            raise
+    found = conclude([done[prompt.id] for prompt in prompts], rule)
+    return {
+        "schema": SCHEMA,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "environment": {"ddtree_check": __version__, **where},
+        "settings": asdict(settings) | {"rule": asdict(rule)},
+        "cannot_see": list(BLIND),
+        **found,
+    }
+
+
+def _prompt(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> dict:
+    empty = {"own": [], "control": [], "runs": []}
+    try:
+        return {"id": prompt.id, "prompt": prompt.text, "reason": None} | measure(server, reference, prompt, settings)
+    except Failed as error:
+        return {"id": prompt.id, "prompt": prompt.text, "reason": str(error)} | empty
+
+
+def measure(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> dict:
+    """{"own": the reference's |differences| to itself, "control": those of the two servers on forced text, "runs"}.
+
+    A run: {"tokens", "same_text", "positions", "ending"}; ending is set where it stopped and the reference goes on.
+    """
+    text, asked = prompt.text, (settings.tokens, settings.top)
+    plain = [reference.complete(text, *asked) for _ in range(settings.repeats)]
+    drafted = [server.complete(text, *asked) for _ in range(settings.repeats)]
+    scores: dict[tuple, list] = {}
+
+    def forced(run: Completion, by: Api = reference) -> list:
+        key = (by is reference, run.tokens)
+        if key not in scores:
+            scores[key] = score(by, text, run, settings)
+        return scores[key]
+
+    own = [position.delta for run in plain for position in positions(run, forced(run))]
+    for run in plain[1:]:  # once more, as long as it says the same
+        same = _common(plain[0].tokens, run.tokens)
+        own += [position.delta for position in positions(run, [(top, None) for top, _ in _tops(plain[0])[: same + 1]])]
+    control = []
+    if settings.force != "steps" and drafted[0].tokens:
+        try:
+            there = score(server, text, drafted[0], settings, echo=True)
+        except Unsupported:  # it cannot echo: nothing says that it serves the same model
+            there = []
+        for (mine, _), (theirs, _) in zip(forced(drafted[0]), there, strict=False):
+            control += [abs(mine[word] - theirs[word]) for word in mine.keys() & theirs.keys()]
+    runs = []
+    for run in drafted:
+        found = positions(run, forced(run))
+        runs.append(
+            {
+                "tokens": len(run.tokens),
+                "same_text": run.text == plain[0].text,
+                "first": None if run.text == plain[0].text else _common(run.tokens, plain[0].tokens),
+                "positions": [position.to_json() for position in found],
+                "ending": _ending(run, plain[0]),
+            }
+        )
+    return {"own": own, "control": control, "runs": runs}
+
+
+def _ending(run: Completion, plain: Completion) -> dict | None:
+    """Where a run stopped though the reference goes on, as a position: what ended the text is no token of it."""
+    n = len(run.tokens)
+    if not run.ended or n >= len(plain.tokens) or plain.tokens[:n] != run.tokens:
+        return None
+    order = sorted(plain.tops[n].values(), reverse=True)
+    margin = order[0] - order[1] if len(order) > 1 else 0.0
+    return {"token": None, "chosen": plain.tokens[n], "delta": None, "regret": margin, "margin": margin, "cut": True}
+
+
+def score(api: Api, prompt: str, run: Completion, settings: Settings, *, echo: bool | None = None) -> list:
+    """(top, log-probability of the token) of the run's tokens after the same text, as far as the server cuts the text
+    into the same tokens. Raises Unsupported for `echo` where the server has none."""
+    if echo or settings.force != "steps":
+        try:
+            return _echoed(api, prompt, run, settings)
+        except Unsupported:
+            if echo or settings.force == "echo":
+                raise
+    return _stepped(api, prompt, run, settings)
+
+
+def _echoed(api: Api, prompt: str, run: Completion, settings: Settings) -> list:
+    """One request: the text is the prompt, and one token more, since not every server takes 0."""
+    if not run.tokens:
+        return []
+    whole = api.complete(prompt + run.text, 1, settings.top, echo=True)
+    count, n = len(whole.tokens), len(run.tokens)
+    if count <= n or not any(whole.tops[:-1]):
+        raise Unsupported(f"{api.what}: {api.url} does not give the log-probabilities of a prompt (echo)")
+    start = next((at for at in (count - n - 1, count - n) if whole.tokens[at : at + n] == run.tokens), None)
+    if start is None:  # cut into other tokens somewhere: comparable up to there
+        start = run.prompt_tokens if run.prompt_tokens is not None else _prompt_length(whole, prompt)
+    same = _common(whole.tokens[start:], run.tokens)
+    found = list(zip(whole.tops, whole.logprobs, strict=True))[start : start + same]
+    return list(itertools.takewhile(lambda entry: entry[0], found))
+
+
+def _stepped(api: Api, prompt: str, run: Completion, settings: Settings) -> list:
+    """A request a token."""
+    found = []
+    for place, token in enumerate(run.tokens):
+        one = api.complete(prompt + "".join(run.tokens[:place]), 1, settings.top)
+        counts = (run.prompt_tokens, one.prompt_tokens)
+        if None not in counts and counts[1] != counts[0] + place:
+            break  # cut into other tokens
+        if not one.tops or not one.tops[0]:
+            break
+        found.append((one.tops[0], one.tops[0].get(token)))
+    return found
+
+
+def _tops(run: Completion) -> list[tuple[dict[str, float], float | None]]:
+    """Up to the first position without any."""
+    found = list(zip(run.tops, run.logprobs, strict=True))
+    return list(itertools.takewhile(lambda entry: entry[0], found))
+
+
+def _prompt_length(whole: Completion, prompt: str) -> int:
+    """How many tokens the prompt is, by the length of their text."""
+    length = 0
+    for place, token in enumerate(whole.tokens):
+        if length >= len(prompt):
+            return place
+        length += len(token)
+    return len(whole.tokens)
+
+
+def _common(left: Sequence[str], right: Sequence[str]) -> int:
+    """How many tokens two texts have in common at their start."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
