@@ -87,7 +87,7 @@ class Job:
         for name in ("verb", "save_trace"):
             chosen.pop(name, None)
         settings = {**chosen.pop("settings", {}), **(chosen.pop("rounds", None) or {})}
-        if self.engine == TRACE:  # recorded trees have the size that they have
+        if self.engine == TRACE or self.tree is not None:  # such a tree has the size that it has
             settings.pop("budgets", None)
         flags = FLAGS | ({"budgets": "budgets"} if self.verb == "sweep" else {})
         for name, value in (chosen | {flags.get(name, name): value for name, value in settings.items()}).items():

@@ -416,7 +416,8 @@ def _told(outcome: Outcome, step: Step, before: Step | None, wrong: dict[str, St
 
     Where nothing can be told, since all is off at the root, the step that left a wrong state behind is named.
     """
-    result, said = outcome.results["tree_forked"], wrong_parents(step, before)
+    result = outcome.results["tree_forked"]
+    said = wrong_parents(step, before) or wrong_positions(step) or two_answers(step)
     first = wrong.get(step.request)
     if result.reason == OTHER and first is not None and (first.round or 0) < (step.round or 0):
         reason = (
@@ -455,6 +456,36 @@ def wrong_parents(step: Step, before: Step | None) -> str | None:
             f"the recurrent layers were told parent {heard[wrong[0]]} of node {wrong[0]}, the tree has "
             f"{step.tree.parents[wrong[0]]}{old}: {count}"
         )
+    return None
+
+
+def wrong_positions(step: Step) -> str | None:
+    """How the positions of a tree pass's rows differ from root + depth, in plain words; None if they do not."""
+    for one in step.of("tree_forked"):
+        told = dict(zip(one.nodes, one.lists.get("positions") or (), strict=False))
+        if 0 not in told:
+            continue
+        wrong = [node for node, position in told.items() if node >= 0 and position - told[0] != step.tree.depth[node]]
+        if wrong:
+            node = wrong[0]
+            flat = all(position - told[0] == row for row, position in enumerate(told.values()))
+            given = "flat positions, row after row" if flat else "other positions than their depth"
+            return (
+                f"the rows were given {given}: node {node} stands {told[node] - told[0]} behind the root, its depth is "
+                f"{step.tree.depth[node]}"
+            )
+    return None
+
+
+def two_answers(step: Step) -> str | None:
+    """The first node for which two recorded tree passes of one step hold other logits; None if there is none."""
+    held: dict[int, object] = {}
+    for one in step.of("tree_forked"):
+        name = "logits" if "logits" in one.arrays else "top_logits"
+        rows = one.arrays[name].read()
+        for row, node in enumerate(one.nodes):
+            if node >= 0 and not np.array_equal(held.setdefault(node, rows[row]), rows[row], equal_nan=True):
+                return f"two passes of tree_forked hold other logits of node {node}; a step has one"
     return None
 
 

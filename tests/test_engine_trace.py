@@ -379,6 +379,42 @@ def test_a_tree_pass_alone_is_judged_if_it_alone_is_required(tmp_path, dtype):
         replay(path, settings)
 
 
+@pytest.mark.parametrize(
+    ("positions", "says"),
+    [
+        (lambda case: [37 + depth for depth in case.depth], None),
+        (
+            lambda case: [37 + row for row in range(len(case))],
+            "given flat positions, row after row: node",
+        ),
+        (lambda case: [37 + 2 * depth for depth in case.depth], "given other positions than their depth"),
+    ],
+    ids=["depths", "rows", "twice"],
+)
+def test_positions_that_are_no_depths_fail_whatever_the_logits_did(tmp_path, positions, says):
+    host = engine("qwen3_5_text")
+    path = foreign(tmp_path / "t", host, modes=("tree_forked",), positions=positions(ITEM.tree))
+    record = replay(path, replace(SETTINGS, require=("tree_forked",)), reference=host)
+    assert record["exit_code"] == (1 if says else 0)
+    assert says is None or says in record["verdict"]["reasons"][0]
+
+
+@pytest.mark.parametrize("second", [FORKED, UNFORKED], ids=["same", "other"])
+def test_two_passes_of_one_step_must_agree(tmp_path, second):
+    host = engine("qwen3_5_text")
+    prefix, case = host.prefill(ITEM.tokens), ITEM.tree
+    with TraceWriter(
+        tmp_path / "t", engine="elsewhere", model="m", dtype="float32", vocab_size=host.vocab_size
+    ) as trace:
+        step = trace.step(ITEM.id, ITEM.tokens, case.tokens, case.parents)
+        for wiring in (FORKED, second):
+            step.add("tree_forked", host.verify(prefix, case, wiring).logits)
+        step.write()
+    record = replay(tmp_path / "t", replace(SETTINGS, require=("tree_forked",)), reference=host)
+    assert record["exit_code"] == (0 if second is FORKED else 1)
+    assert second is FORKED or "two passes of tree_forked hold other logits of node" in record["verdict"]["reasons"][0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("modes", [("tree_forked",), ("tree_forked", "linear")], ids=["alone", "with-linear"])
 def test_the_pass_of_an_engine_that_does_not_fork_looks_unforked(tmp_path, modes, dtype):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 
@@ -260,3 +261,26 @@ def test_a_deep_tree_is_drawn_without_recursion():
     node = case["nodes"][1]
     case["nodes"] = [case["nodes"][0]] + [node | {"node": i, "parent": i - 1} for i in range(1, 3000)]
     assert len(draw_tree(case).splitlines()) == 3001
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda data: data["cases"].clear(), "a pass of no case"),
+        (
+            lambda data: data["cases"][0]["modes"]["tree_forked"].update(verdict="fail"),
+            "a pass, though case a/3 has tree_forked fail",
+        ),
+        (lambda data: data["cases"][0]["tree"].update(parents=[5, 5, 5, 5]), "case a/3: "),
+        (lambda data: data["cases"][0].pop("tree"), "tree is nothing, expected dict"),
+    ],
+    ids=["no-cases", "forged", "no-tree-shape", "no-tree"],
+)
+def test_a_record_that_does_not_bear_out_its_verdict_is_refused(tmp_path, edit, says):
+    data, path = hand_record("a/3"), tmp_path / "r.json"
+    record.write_record(path, data)
+    assert record.load_record(path) == data
+    edit(data)
+    record.write_record(path, data)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        record.load_record(path)

@@ -9,6 +9,7 @@ from ddtree_check.batch import batch_runs
 from ddtree_check.case import load_prompts
 from ddtree_check.check import Item, Settings, check
 from ddtree_check.errors import UsageError
+from ddtree_check.inject import Faulty
 from ddtree_check.known import load_known
 from ddtree_check.rounds import Rounds, generate
 from tests.models import VOCAB, engine, prompt
@@ -150,3 +151,28 @@ def test_so_it_is_in_rounds_and_batches():
         generate(host, [item], settings, Rounds(1, ("tree_forked",)))
     with pytest.raises(UsageError, match="tree_forked"):
         batch_runs(host, [item], settings, (1,))
+
+
+class Breaks:
+    """An engine of a caller's own that wraps ours and breaks in one pass."""
+
+    def __init__(self, engine, error):
+        self._engine, self._error = engine, error
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def verify(self, prefix, tree, wiring):
+        raise self._error
+
+
+def test_what_a_callers_own_engine_raises_is_one_line():
+    items, settings = [Item("p", prompt(5))], Settings(budgets=(4,), length=3)
+    with pytest.raises(UsageError, match="engine: verify of Breaks raised RuntimeError: boom; run it alone"):
+        check(Breaks(engine("qwen3_5_text"), RuntimeError("boom")), items, settings)
+    with pytest.raises(RuntimeError, match="boom"):  # ours is a slip of ours, whose traceback is wanted
+        check(Faulty(engine("qwen3_5_text"), linear=_boom), items, settings)
+
+
+def _boom(logits):
+    raise RuntimeError("boom")

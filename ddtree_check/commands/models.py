@@ -31,6 +31,8 @@ def models(
         return _measure_families(family, dtype, device)
     from ..families import UNSUPPORTED
 
+    if family:
+        raise UsageError(f"family: got {family[0]!r} without --run, expected both")
     if markdown:
         show_text(layout(list(_model_tables())[1], None, "github"))
         return 0

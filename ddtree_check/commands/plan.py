@@ -16,6 +16,7 @@ from ..report.text import plain
 from .options import Quiet
 from .output import show_text, width
 
+BUFFERS = ("kv", "state", "conv", "graph")  # what a server sets aside for a tree, by the names in --reserved's help
 NAMED = 4  # requests of one need that are named
 LARGEST = 4096  # requests in one batch: more is a slip of the finger
 
@@ -48,7 +49,9 @@ def plan(
     last = f"verdict: {'fail' if short else 'pass'}, {_count(short, found)}, no pass was run, exit code {code}"
     if json is not None:
         write_record(json, _record(budgets, buffers, found, code))
-    words = [titled(_table(found), width()), *_lines(short), last]
+    unstated = [name for name in BUFFERS if not any(name in buffer for buffer in buffers)]
+    silent = [f"Not stated, so not looked at: {', '.join(unstated)}."] if unstated else []
+    words = [titled(_table(found), width()), *_lines(short), *silent, last]
     show_text(last if quiet else "\n\n".join(words))
     return code
 

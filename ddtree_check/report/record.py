@@ -8,6 +8,7 @@ from pathlib import Path
 from .. import files
 from ..errors import usage_errors
 from ..files import parse_json, read_text, write_text
+from ..tree import DraftTree
 
 READABLE = ("ddtree-check/1",)
 ROUNDS = "ddtree-check/rounds/1"  # what generate writes
@@ -28,7 +29,7 @@ NEEDED = {  # keys that the views rely on
     "server": {"environment": dict, "settings": dict, "prompts": list, "band": dict, "coverage": dict, "verdict": dict},
     "found": {"prompts": list, "summary": dict, "coverage": dict},
     "prompt": {"id": str, "prompt_tokens": list, "modes": dict},
-    "case": {"id": str, "nodes": list, "modes": dict, "acceptance": dict, "leak_law": dict},
+    "case": {"id": str, "tree": dict, "nodes": list, "modes": dict, "acceptance": dict, "leak_law": dict},
     "node": {"node": int, "token": int, "parent": int, "depth": int, "leaked": int, "clean": bool, "ar": dict},
 }
 
@@ -69,7 +70,26 @@ def load_record(path: str | Path, *, rounds: bool = False) -> dict:
             _needs(case, "case", f"{path}: cases[{index}]")
             for place, node in enumerate(case["nodes"]):
                 _needs(node, "node", f"{path}: case {case['id']}: nodes[{place}]")
+            try:
+                DraftTree.from_json(case["tree"])
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{path}: case {case['id']}: {error}; make the record again") from None
+        _follows(record, str(path))
     return record
+
+
+def _follows(record: dict, where: str) -> None:
+    """Refuses a pass that the record's own cases do not bear out, as one that somebody edited."""
+    if record["exit_code"] != 0:
+        return
+    required = record["settings"].get("require", ())
+    if not record["cases"]:
+        raise ValueError(f"{where}: a pass of no case; make the record again")
+    for case in record["cases"]:
+        for mode in required:
+            found = case["modes"].get(mode, {}).get("verdict")
+            if found not in ("pass", "known_failure"):
+                raise ValueError(f"{where}: a pass, though case {case['id']} has {mode} {found}; make the record again")
 
 
 def _needs(data: object, what: str, where: str) -> None:

@@ -536,7 +536,8 @@ def remarks(record: dict) -> str:
         f"Coverage: {seen['cases']} cases, {seen['nodes']} nodes, {seen['branch_nodes']} branch nodes, "
         f"{seen['contaminated']} contaminated; {seen['near_moved']} of {seen['near']} near a skip edge moved; rounds "
         f"with two or more accepted {seen['accepted_two_or_more']}, off the first branch "
-        f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}.",
+        f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}; "
+        f"{'commits: ' + str(seen['commits']) if seen.get('commits') else 'no commit was looked at (--accept does)'}.",
     ]
     if leak["rounds"]:
         lines.append(
@@ -605,8 +606,12 @@ def tie_lines(record: dict) -> list[str]:
 
 def verdict_line(record: dict) -> str:
     modes = ", ".join(f"{mode} {record['verdict']['modes'][mode]}" for mode in record["settings"]["require"])
+    passed = all(record["verdict"]["modes"][mode] == "pass" for mode in record["settings"]["require"])
+    if passed and record["exit_code"]:  # the logits are right, something else is not
+        modes += "; see Because"
     # A pass on a chain, or on a model without a recurrence, says nothing about forking.
-    empty = "; nothing to leak here, no fork was exercised" if record["verdict"]["sensitive"] is None else ""
+    nothing = record["verdict"]["sensitive"] is None and not record["coverage"].get("contaminated")
+    empty = "; nothing to leak here, no fork was exercised" if nothing else ""
     return f"verdict: {record['verdict']['text']} ({modes}{empty}), exit code {record['exit_code']}"
 
 
