@@ -56,6 +56,8 @@ class Finding:
     explained  the wiring that gives the logits that failed, node by node within the floor
     shape      with one more row the tree is right: a captured step, or a dispatch by size
     dose       what the error of the nodes beyond goes with -> rank correlation, its p value, nodes
+    profile    the error of each layer's output, the first layer's input before them: median over the nodes beyond of
+               largest |difference| / rms; None where that is no number
     """
 
     mode: str
@@ -68,6 +70,7 @@ class Finding:
     shape: bool | None = None
     dose: dict[str, dict] = field(default_factory=dict)
     text: str = ""
+    profile: tuple[float | None, ...] = ()
 
     def to_json(self) -> dict:
         found = asdict(self)
@@ -132,6 +135,7 @@ class _Hunt:
         self.verified, self.logits = self._run()
         self.found = measure(reference, self.logits)
         self.bad = beyond(judge(self.found, floor))
+        self.profile: tuple[float | None, ...] = ()
 
     def _run(self) -> tuple[Any, torch.Tensor]:
         """The pass that failed, once more; of chains every leaf path, without a commit."""
@@ -162,7 +166,9 @@ class _Hunt:
         shape = _or_nothing(self._by_shape, None)
         dose = self._dose()
         text = self._text(entry, growth, channels, explained, shape, dose)
-        return Finding(self.mode, len(self.bad), entry, first, growth, channels, explained, shape, dose, text)
+        return Finding(
+            self.mode, len(self.bad), entry, first, growth, channels, explained, shape, dose, text, self.profile
+        )
 
     # By layer
 
@@ -177,6 +183,8 @@ class _Hunt:
                 over.append(beyond_floor)
                 routed[layer] = moved
         error, over = np.array(error), np.array(over)  # row 0 is the input of the first layer
+        typical = np.median(error[:, list(self.bad)], axis=1)
+        self.profile = tuple(float(size) if np.isfinite(size) else None for size in typical)
         first, growth = {}, {}
         for node in self.bad:
             # An early layer may leave its floor by chance; from where it enters on, a fault stays.

@@ -74,6 +74,9 @@ def test_a_wrong_wiring_is_named_by_channel_layer_and_node(wiring, node, layer, 
         name: "off" if name in off else "clean" for name in ("state", "conv", "mask", "positions")
     }
     assert not found.shape and found.growth[node] > 0
+    # One value for the input and for each layer: nothing before the layer that it enters by, something at the end.
+    assert len(found.profile) == 1 + len(engine("qwen3_5_text").layers)
+    assert max(found.profile[: layer + 1]) < 1e-5 < found.profile[-1]
 
 
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("kimi_linear", "minimax")]

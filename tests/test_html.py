@@ -121,15 +121,22 @@ def test_acceptance_by_mode_and_round():
 
 def test_layers_show_where_the_record_knows_them():
     record = hand_record("a/3")
-    assert not {"record-layers", "record-stored"} & set(figures(html.render(record)))
-    record["cases"][0]["attribution"] = {"tree_forked": {"first": {"2": 1, "3": 1}}, "linear": {"first": {}}}
+    assert not {"record-layers", "record-profile", "record-stored"} & set(figures(html.render(record)))
+    record["cases"][0]["attribution"] = {
+        "tree_forked": {"first": {"2": 1, "3": 1}, "profile": [0, 1e-7, None, 0.5]},
+        "linear": {"first": {}},
+    }
     figure = html._layer_figure(record)
     assert (trace(figure, "tree_forked")["x"], trace(figure, "tree_forked")["y"]) == ([1], [2])
     bad = [{"layer": 2, "channel": "recurrent", "error": 0.5}, {"layer": -1, "channel": "position", "error": 1.0}]
     record["cases"][0]["commit"] = [{"modes": {"tree_forked": {"bad": bad}, "linear": {"bad": []}}}]
     stored = html._stored_figure(record)
     assert [(t["name"], t["x"], t["y"]) for t in stored["data"]] == [("tree_forked recurrent", [2], [0.5])]
-    for one in (figure, stored):
+    profile = html._profile_figure(record)
+    assert [(t["name"], t["x"], t["y"]) for t in profile["data"]] == [
+        ("tree_forked in a/3", [-1, 0, 1, 2], [0, 1e-7, None, 0.5])
+    ]
+    for one in (figure, stored, profile):
         plotly.Figure(one)
 
 

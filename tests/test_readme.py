@@ -27,3 +27,15 @@ def test_options_that_the_readme_names_exist(option, capsys):
     assert option in README.read_text(encoding="utf-8")
     main(["compare", "--help"])
     assert option in capsys.readouterr().out
+
+
+def test_the_engine_of_the_guide_goes_red_and_without_its_fault_it_passes(tmp_path, monkeypatch, capsys):
+    guide = (README.parent / "docs" / "guide.md").read_text(encoding="utf-8")
+    code = guide.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "guided.py").write_text(code, encoding="utf-8")
+    (tmp_path / "guided_right.py").write_text(code.replace("wiring and UNFORKED", "wiring"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    line = ["compare", "--limit", "1", "--budget", "8", "--controls", "4"]
+    assert main([*line, "--engine", "guided:Forgetful"]) == 1
+    assert "looks unforked: states read in row order" in " ".join(capsys.readouterr().out.split())
+    assert main([*line, "--engine", "guided_right:Forgetful"]) == 0

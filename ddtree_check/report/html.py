@@ -111,6 +111,7 @@ class _Page:
                     _leak_figure(record, "leaked", "foreign tokens absorbed"),
                 ),
                 "layers": ("The layer at which a node goes off", _layer_figure(record)),
+                "profile": ("How far off each layer is", _profile_figure(record)),
                 "stored": ("Stored states, layer by layer", _stored_figure(record)),
                 "accepted": ("Accepted by mode, case by case", _acceptance_figure(record)),
                 "rounds": ("Accepted by mode, round by round", _rounds_figure(record)),
@@ -423,6 +424,31 @@ def _layer_figure(record: dict) -> dict | None:
         "legend": {"orientation": "h", "y": 1.15},
     }
     return {"data": data, "layout": layout}
+
+
+def _profile_figure(record: dict) -> dict | None:
+    """How far each layer's output is off, by case and mode; None where nobody looked."""
+    data = []
+    for case in record["cases"]:
+        for mode, found in (case.get("attribution") or {}).items():
+            if profile := found.get("profile"):
+                data.append(
+                    {
+                        "type": "scatter",
+                        "mode": "lines+markers",
+                        "name": f"{_text(mode)} in {_text(case['id'])}",
+                        "x": list(range(-1, len(profile) - 1)),
+                        "y": profile,
+                    }
+                )
+    layout = QUIET | {
+        "height": 320,
+        "showlegend": True,
+        "xaxis": {"title": {"text": "layer (-1: the input of the first)"}, "dtick": 1},
+        "yaxis": {"title": {"text": "largest error / rms of a row, median"}, "type": "log", "tickformat": ".2~g"},
+        "legend": {"orientation": "h", "y": 1.15},
+    }
+    return {"data": data, "layout": layout} if data else None
 
 
 def _stored_figure(record: dict) -> dict | None:
