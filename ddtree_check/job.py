@@ -231,6 +231,8 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
         record = check(
             engine, items, settings, oracle=oracle, model=model, progress=progress, trace=trace, workers=workers
         )
+    if ":" in job.engine:  # one of the caller's own, which may pass on what the engine that it wraps says of itself
+        record["environment"]["engine"] = job.engine
     for section, found in (("rounds", rounds), ("batch", together)):
         if found is not None:
             record = attach(record, section, found)

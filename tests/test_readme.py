@@ -33,9 +33,13 @@ def test_the_engine_of_the_guide_goes_red_and_without_its_fault_it_passes(tmp_pa
     guide = (README.parent / "docs" / "guide.md").read_text(encoding="utf-8")
     code = guide.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "guided.py").write_text(code, encoding="utf-8")
-    (tmp_path / "guided_right.py").write_text(code.replace("wiring and UNFORKED", "wiring"), encoding="utf-8")
+    (tmp_path / "guided_right.py").write_text(
+        code.replace("UNFORKED if wiring == FORKED else wiring", "wiring"), encoding="utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     line = ["compare", "--limit", "1", "--budget", "8", "--controls", "4"]
     assert main([*line, "--engine", "guided:Forgetful"]) == 1
-    assert "looks unforked: states read in row order" in " ".join(capsys.readouterr().out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "looks unforked: states read in row order" in out and "insensitive" not in out
+    assert "enters at layer 0 (gated delta, state and conv)" in out and "engine guided:Forgetful" in out
     assert main([*line, "--engine", "guided_right:Forgetful"]) == 0
