@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from . import __version__
-from .check import Item, Settings
 from .errors import Unsupported, UsageError
 from .rounds import MODES, SHADOW, Rounds, generate, summarise
+from .settings import Item, Settings
 from .tree import DraftTree
 from .verdict import CONTROL, TEXTS
 from .wiring import Conv, State, Wiring, contaminated, reads

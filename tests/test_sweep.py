@@ -50,7 +50,8 @@ def test_rows_count_what_they_say():
             assert row["contaminated"] == 0
         else:
             assert row["contaminated"] > 0.3
-            assert (row["accepted"] is None) == (row["off"] > 0) == (row["rows_per_accepted"] is None)
+            assert (row["accepted"] is None) == (row["off"] > 0)
+            assert (row["rows_per_accepted"] is None) == (not row["accepted"])  # withheld, or none to divide by
         assert row["pass_ms"] > 0
     for block in (8, 16):
         assert rows[block, None, "linear"]["rows"] == block  # the whole block, not the tree's first branch
@@ -143,7 +144,18 @@ def test_the_command(tmp_path, capsys):
     record = json.loads(file.read_text())
     assert record["schema"] == "ddtree-check/sweep/1" and record["settings"]["blocks"] == [8]
     assert record["command"] == "ddtree-check sweep --limit 1 --blocks 8 --budgets 6 --rounds 2"
-    assert "Block 8" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Block 8" in shown
+    assert main(["show", str(file)]) == 0 and capsys.readouterr().out == shown
+    assert main(["show", str(file), "--format", "json"]) == 0 and json.loads(capsys.readouterr().out) == record
+    for extra, line in {
+        ("--case", "one"): "a record of sweep, which has no cases; show it whole",
+        ("--prompt", "one"): "is a record of sweep, expected no --prompt, and --format table or json",
+        ("--format", "csv"): "is a record of sweep, expected no --prompt, and --format table or json",
+    }.items():
+        assert main(["show", str(file), *extra]) == 3 and line in capsys.readouterr().err
+    file.write_text(json.dumps(record | {"rows": None}))
+    assert main(["show", str(file)]) == 3 and "rows is NoneType, expected list" in capsys.readouterr().err
     assert main(["sweep", "--budgets", "0"]) == 3
     assert "budgets: got '0'" in capsys.readouterr().err
 

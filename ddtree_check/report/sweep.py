@@ -6,8 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import UsageError
+from ..words import counted
 from .record import check_writable
-from .terminal import Table, head, titled, wrap
+from .terminal import Table, head, laid_out, rounds_verdict
 from .text import number, plain
 
 TITLE = (
@@ -24,20 +25,21 @@ HEADERS = (
 
 def render_sweep(record: dict, width: int | None = None, quiet: bool = False) -> str:
     """The whole view: the table, what it answers, the verdict last."""
-    last = f"verdict: {record['verdict']['text']}, exit code {record['exit_code']}"
+    last = rounds_verdict(record)
     if quiet:
         return last
     table = Table(TITLE, HEADERS, [_cells(row) for row in record["rows"]], spare=("ar accepts", "rows", "agreement"))
     lines = [text for found in record["answers"] for text in says(found)]
     polluted = [row["drafter"]["polluted"] for row in record["rows"] if row["drafter"]]
     if any(polluted):
-        lines.append(f"{sum(polluted)} rounds were drafted from polluted features: those that a leaked verify left.")
+        many = counted(sum(polluted), "round")
+        lines.append(f"Drafted from polluted features, those that a leaked verify left: {many}.")
     low = {row["drafter"]["says"] for row in record["rows"] if row["drafter"] and row["mode"] == "linear"} - {None}
-    lines += [f"Drafter: {text}." for text in sorted(low)]
+    lines += [f"Drafter in linear: {text}." for text in sorted(low)]
     ends = [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
     ends.append(f"Again: {plain(record['command'])}")
-    parts = [wrap(head(record), width), titled(table, width), *(wrap("\n".join(part), width) for part in (lines, ends))]
-    return "\n\n".join([*filter(None, parts), last])
+    blocks = [head(record), table, "\n".join(lines), "\n".join(ends)]
+    return f"{laid_out(blocks, width)}\n\n{last}"
 
 
 def _cells(row: dict) -> tuple:
