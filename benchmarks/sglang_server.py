@@ -4,7 +4,9 @@
     python -m benchmarks.sglang_server serve SETTING --texts texts.json --out DIR      one setting: starts sgl.Engine
     python -m benchmarks.sglang_server judge DIR [--limit N]           a verdict for each folder of traces under DIR
     python -m benchmarks.sglang_server table DIR                       the table of docs/sglang-server.md
+    python -m benchmarks.sglang_server cause DIR                       from which state requests behind a hit went on
 
+Settings of the multimodal class, EAGLE and DFLASH also want `--checkpoint`: see benchmarks/sglang_drafts.py.
 `serve` needs SGLang and a GPU, and ddtree-check installed (its entry point is how SGLang finds the plugin); `texts` and
 `judge` need the transformers engine; they meet in files, so each may run in an environment of its own.
 """
@@ -41,6 +43,22 @@ DEEP = [
 ]  # fmt: skip
 SHORT = [{"shape": "comb", "nodes": 8}, {"shape": "random", "nodes": 8, "seed": 1}, {"shape": "kary", "nodes": 6}]
 BREADTH1 = {"speculative_ngram_max_bfs_breadth": 1}
+FEW = {"chunked_prefill_size": 256, "watchdog_timeout": 1200}  # few prefill graphs; kernels may compile for long
+# What SGLang keeps of recurrent states for its prefix cache: each 32 tokens of what is written, so that there are hits.
+TRACKED = FEW | {"mamba_track_interval": 32}
+MULTIMODAL = {
+    "model_path": "CHECKPOINT", "enable_multimodal": False, "json_model_override_args": "{}",
+    "mm_attention_backend": "sdpa",
+}  # fmt: skip
+TEXT = {"model_path": "MODEL", "json_model_override_args": BASE["json_model_override_args"]}
+EAGLE = MULTIMODAL | {
+    "speculative_algorithm": "EAGLE", "speculative_draft_model_path": "CHECKPOINT", "speculative_num_steps": 4,
+    "speculative_eagle_topk": 4,
+}  # fmt: skip
+DFLASH = MULTIMODAL | {
+    "speculative_algorithm": "DFLASH", "speculative_draft_model_path": "DRAFTER", "speculative_num_draft_tokens": 16,
+}  # fmt: skip
+NAME = "Qwen3_5ForCausalLM"  # the text-only class, missing in two lists of SGLang 0.5.17
 SETTINGS = {  # name: (engine arguments, scripted shapes, requests, tokens a request)
     "defaults": ({}, None, 16, 96),
     "no-radix-scripted": ({"disable_radix_cache": True, "chunked_prefill_size": 64}, SHAPES, 24, 96),
@@ -50,7 +68,7 @@ SETTINGS = {  # name: (engine arguments, scripted shapes, requests, tokens a req
     "graphs-only": (EAGER | {"disable_cuda_graph": False, "chunked_prefill_size": 64}, SHAPES, 16, 96),
     "radix-only": (EAGER | {"disable_radix_cache": False}, SHAPES, 24, 96),
     "overlap-only": (EAGER | {"disable_overlap_schedule": False}, SHAPES, 16, 96),
-    "rows65-scripted": ({"speculative_num_draft_tokens": 65}, DEEP, 12, 60),
+    "rows65-scripted": (FEW | {"speculative_num_draft_tokens": 65}, DEEP, 12, 60),
     "prob-depth8-rows9": (
         {"speculative_ngram_match_type": "PROB", "speculative_ngram_max_trie_depth": 8,
          "speculative_num_draft_tokens": 9}, SHORT, 16, 96,
@@ -58,20 +76,36 @@ SETTINGS = {  # name: (engine arguments, scripted shapes, requests, tokens a req
     "breadth1": (BREADTH1, None, 16, 96),
     "breadth1-eager-scripted": (EAGER | BREADTH1, SHAPES, 12, 96),
     "float16": ({"dtype": "float16"}, SHAPES, 24, 96),
+    # The prefix cache of the text-only class: as it is, told the strategy that the multimodal class gets, put into
+    # SGLang's lists by name, and that class itself.
+    "prefix": (TRACKED, None, 16, 96),
+    "prefix-extra-buffer": (TRACKED | {"mamba_radix_cache_strategy": "extra_buffer"}, None, 16, 96),
+    "prefix-listed": (TRACKED | {"LISTED": NAME}, None, 16, 96),
+    "prefix-multimodal": (TRACKED | MULTIMODAL, None, 16, 96),
+    "eagle": (FEW | EAGLE, None, 24, 96),
+    "eagle-eager": (FEW | EAGLE | EAGER, None, 24, 96),
+    "eagle-text": (FEW | EAGLE | {"model_path": "TEXT", "speculative_draft_model_path": "TEXT"}, None, 16, 96),
+    "dflash": (FEW | DFLASH, None, 24, 96),
+    "dflash-eager": (FEW | DFLASH | EAGER, None, 24, 96),
+    "dflash-text": (FEW | DFLASH | TEXT, None, 1, 8),  # refused: the text-only class shows its layers' outputs to none
 }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("texts", "serve", "judge", "table"))
+    parser.add_argument("what", choices=("texts", "serve", "judge", "table", "cause"))
     parser.add_argument("name", nargs="?", help="a setting, or the folder to judge")
     parser.add_argument("--texts", default="texts.json")
     parser.add_argument("--out", default="server-traces")
+    parser.add_argument("--checkpoint", help="serve: the folder that benchmarks.sglang_drafts wrote")
+    parser.add_argument("--states", action="store_true", help="serve: also record what each commit left")
     parser.add_argument("--limit", type=int, default=10**9, help="steps to judge of each setting")
+    parser.add_argument("--rounds", type=int, default=10**9, help="judge: a request's first verifies alone, so many")
+    parser.add_argument("--device", default="auto", help="judge, cause: where transformers runs")
     parser.add_argument("--part", default="1/1", help="judge: every n-th of those steps, to share the work")
     parser.add_argument("--overhead", action="store_true", help="serve: also time recording off, at 0.05 and at 1.0")
     given = parser.parse_args()
-    return {"texts": texts, "serve": serve, "judge": judge, "table": table}[given.what](given)
+    return {"texts": texts, "serve": serve, "judge": judge, "table": table, "cause": cause}[given.what](given)
 
 
 def texts(given) -> int:
@@ -103,36 +137,48 @@ def texts(given) -> int:
 
 
 def serve(given) -> int:
+    import traceback
+
     args, shapes, requests, length = SETTINGS[given.name]
-    args = BASE | args
+    args = {"model_path": "MODEL"} | BASE | args
     folder = Path(given.out).resolve() / given.name
     folder.mkdir(parents=True, exist_ok=True)
     known = json.loads(Path(given.texts).read_text())
-    options = {"folder": str(folder / "traces"), "rate": 1.0, "top": 64 if given.overhead else 0, "max_mb": 400}
+    options = {"folder": str(folder / "traces"), "rate": 1.0, "top": 64 if given.overhead else 0, "max_mb": 1500}
+    options["states"] = given.states
     if shapes:
         (folder / "script.json").write_text(json.dumps({"trees": shapes, "texts": known}))
         options["trees"] = str(folder / "script.json")
     _toml(folder / "record.toml", options)
     os.environ["DDTREE_CHECK_RECORD"] = str(folder / "record.toml")
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = args["dtype"]
-    import sglang as sgl
-
     from ddtree_check.resources import fixtures_dir
 
+    models = fixtures_dir() / "models"
+    places = {"MODEL": str(models / MODEL), "DRAFTER": str(models / "tiny-dflash"), "CHECKPOINT": given.checkpoint}
+    places["TEXT"] = f"{given.checkpoint}/text"
+    args = {name: places.get(value, value) if isinstance(value, str) else value for name, value in args.items()}
     found = {"setting": given.name, "args": args, "scripted": bool(shapes)}
     begun = time.monotonic()
     try:
+        import sglang as sgl
+        from sglang.srt.arg_groups import overrides
         from sglang.srt.server_args import ServerArgs
+
+        if listed := args.pop("LISTED", None):  # settled in this process, before SGLang starts its others
+            overrides._MAMBA_RADIX_CACHE_ARCHS |= {listed}
+            overrides._MAMBA_EXTRA_BUFFER_ARCHS |= {listed}
 
         found["unknown_args"] = sorted(args.keys() - ServerArgs.__dataclass_fields__.keys())
         args = {name: value for name, value in args.items() if name not in found["unknown_args"]}
-        engine = sgl.Engine(model_path=str(fixtures_dir() / "models" / MODEL), **args)
+        engine = sgl.Engine(**args)
         found["up_s"] = round(time.monotonic() - begun, 1)
         ids = [entry["prompt"] for entry in known[:requests]]
         sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
         out = engine.generate(input_ids=ids, sampling_params=sampling)
         # Once more, longer by what was written, so that a prefix cache has something to hit.
-        again = [[*prompt, *one["output_ids"][:24]] for prompt, one in zip(ids[::3], out[::3], strict=True)]
+        every = 1 if given.name.startswith("prefix") else 3
+        again = [[*prompt, *one["output_ids"][:24]] for prompt, one in zip(ids[::every], out[::every], strict=True)]
         engine.generate(input_ids=again, sampling_params=sampling | {"max_new_tokens": 24})
         found["texts_equal"] = sum(
             one["output_ids"][:60] == entry["tokens"][:length] for one, entry in zip(out, known, strict=False)
@@ -145,6 +191,7 @@ def serve(given) -> int:
         engine.shutdown()
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        traceback.print_exc()
     (folder / "served.json").write_text(json.dumps(found, indent=1))
     print(given.name, json.dumps({name: found.get(name) for name in ("up_s", "error", "overhead", "texts_equal")}))
     return 0 if "error" not in found else 1
@@ -189,18 +236,21 @@ def judge(given) -> int:
             engine = TraceEngine.load(traces)
             dtype = engine.header.dtype
             if dtype not in live:
-                live[dtype] = load_engine("transformers", MODEL, dtype=dtype)
+                live[dtype] = load_engine("transformers", MODEL, dtype=dtype, device=given.device)
             steps = engine.trace.steps
             lies = Counter(str(wrong_parents(step, None))[:60] for step in steps)
+            mode = "tree_forked" if any(step.of("tree_forked") for step in steps) else "linear"
             part, parts = map(int, given.part.split("/"))
-            every, steps = len(steps), chosen(steps, given.limit)[part - 1 :: parts]
+            first = [step for step in steps if (step.round or 0) < given.rounds]
+            every, steps = len(steps), chosen(first, given.limit)[part - 1 :: parts]
             begun = time.monotonic()
-            record = judge_trace(engine, Settings(require=("tree_forked",)), reference=live[dtype], steps=steps)
-            row = summary(record, steps) | {"recorded": every, "told": lies}
+            record = judge_trace(engine, Settings(require=(mode,)), reference=live[dtype], steps=steps)
+            row = summary(record, steps, mode) | {"recorded": every, "told": lies}
             row |= {"judge_s": round(time.monotonic() - begun, 1), "all": exercised(engine.trace.steps)}
             (folder / f"judged{part}.json").write_text(json.dumps(found | row, indent=1))
             (folder / f"record{part}.json").write_text(json.dumps(record))
-            failed = {case["id"] for case in record["cases"] if case["modes"]["tree_forked"]["verdict"] == "fail"}
+            failed = {case["id"] for case in record["cases"] if case["modes"][mode]["verdict"] == "fail"}
+            failed |= {case["id"] for case in record["cases"] if "fail" in commits(case, mode)}
             for step in [step for step in steps if step.id in failed][:20]:
                 (folder / "failed").mkdir(exist_ok=True)
                 shutil.copy(step.file, folder / "failed")
@@ -215,10 +265,15 @@ def side(step) -> bool:
 
 
 def chosen(steps, limit: int) -> list:
-    """At most `limit` steps, evenly spaced, side-branch accepts up to four in five of them."""
+    """At most `limit` steps, evenly spaced: the first rounds behind a prefix hit up to half of them, and of the others
+    side-branch accepts up to four in five."""
+    hits = [step for step in steps if step.source.get("cached_tokens") and (step.round or 0) < 3]
+    hits = [hits[at * len(hits) // (limit // 2)] for at in range(limit // 2)] if len(hits) > limit // 2 else hits
+    held = {step.id for step in hits}
+    steps, limit = [step for step in steps if step.id not in held], limit - len(hits)
     kinds = [[step for step in steps if side(step)], [step for step in steps if not side(step)]]
     wanted = min(len(kinds[0]), max(limit * 4 // 5, limit - len(kinds[1])))
-    kept = []
+    kept = hits
     for kind, count in zip(kinds, (wanted, limit - wanted), strict=True):
         count = min(count, len(kind))
         kept += [kind[at * len(kind) // count] for at in range(count)]
@@ -231,6 +286,9 @@ def exercised(steps) -> dict:
         "side_accepts": sum(map(side, steps)),
         "batches": Counter(len(step.source["batch"]) for step in steps),
         "roots_in_text": sum(step.source["root_in_text"] for step in steps),
+        "prefix_hits": Counter(step.source.get("cached_tokens", 0) for step in steps if step.round == 0),
+        "other_slots": sum(step.source.get("own_slot", step.source.get("slot")) != step.source.get("slot")
+                           for step in steps),
         "masks_agree": sum(
             [step.source["mask_parents"][row] for row, node in enumerate(one.nodes) if node > 0]
             == [one.nodes.index(parent) for parent in step.tree.parents[1:]]
@@ -239,13 +297,23 @@ def exercised(steps) -> dict:
     }  # fmt: skip
 
 
-def summary(record: dict, steps) -> dict:
+def commits(case: dict, mode: str) -> list[str]:
+    """Verdicts on what the commits of a case left."""
+    return [found["modes"][mode]["verdict"] for found in case.get("commit") or () if mode in found["modes"]]
+
+
+def summary(record: dict, steps, mode: str) -> dict:
     """The row of a setting: what was exercised, and what came of it."""
-    cases = record["cases"]
-    verdicts = Counter(case["modes"]["tree_forked"]["verdict"] for case in cases)
+    cases, hit = record["cases"], {step.id: step.source.get("cached_tokens", 0) for step in steps}
+    verdicts = Counter(case["modes"][mode]["verdict"] for case in cases)
     nodes = [node for case in cases for node in case["nodes"] if node["parent"] >= 0]
-    reasons = [case["modes"]["tree_forked"]["reason"] for case in cases if case["modes"]["tree_forked"]["reason"]]
-    bad = [node["tree_forked"]["verdict"] for node in nodes if node["tree_forked"]["verdict"] in ("leak", "flip")]
+    reasons = [case["modes"][mode]["reason"] for case in cases if case["modes"][mode]["reason"]]
+    bad = [node[mode]["verdict"] for node in nodes if node[mode]["verdict"] in ("leak", "flip")]
+
+    def largest(behind: bool) -> float | None:
+        found = [node[mode] for case in cases if bool(hit[case["id"]]) == behind for node in case["nodes"]]
+        return max((one["max_abs"] / one["floor"] for one in found if one["max_abs"] and one["floor"]), default=None)
+
     return {
         "steps": len(steps),
         "trees": sum(not step.tree.is_chain for step in steps),
@@ -257,24 +325,31 @@ def summary(record: dict, steps) -> dict:
         "side_accepts": sum(map(side, steps)),
         "verdicts": dict(verdicts),
         "bad_nodes": Counter(bad),
-        "worst": max(((node["tree_forked"]["max_abs"] or 0) / node["tree_forked"]["floor"] for node in nodes
-                      if node["tree_forked"]["floor"]), default=None),
+        "mode": mode,
+        "worst": {"no hit": largest(False), "behind a hit": largest(True)},
+        "behind_a_hit": Counter(case["modes"][mode]["verdict"] for case in cases if hit[case["id"]]),
+        "commits": Counter(verdict for case in cases for verdict in commits(case, mode)),
+        "commit_reasons": [reason[:200] for reason, _ in Counter(
+            str(found["modes"][mode]["reason"]) for case in cases for found in case.get("commit") or ()
+            if mode in found["modes"] and found["modes"][mode]["verdict"] != "pass"
+        ).most_common(3)],
         "exit_code": record["exit_code"],
         "reasons": [reason[:300] for reason, _ in Counter(reasons).most_common(2)],
-        "first_bad": next((case["id"] for case in cases if case["modes"]["tree_forked"]["verdict"] == "fail"), None),
+        "first_bad": next((case["id"] for case in cases if case["modes"][mode]["verdict"] == "fail"), None),
         "control": record["verdict"]["modes"]["tree_unforked"],
         "notes": record["trace"]["notes"],
     }  # fmt: skip
 
 
 def table(given) -> int:
-    print("| setting | steps | trees | contaminated | side-branch accepts | verdict | steps that fail | cause |")
-    print("|---|---|---|---|---|---|---|---|")
+    names = ("setting", "steps", "trees", "contaminated", "side-branch accepts", "verdict", "steps that fail",
+             "worst node / floor", "commits", "cause")  # fmt: skip
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for path in sorted(Path(given.name).rglob("served.json")):
         found = json.loads(path.read_text())
         parts = [json.loads(part.read_text()) for part in sorted(path.parent.glob("judged*.json"))]
         if not parts:
-            print(f"| {found['setting']} | 0 | | | | not run | | {found.get('error', 'nothing recorded')} |")
+            print(f"| {found['setting']} | 0 | | | | not run | | | | {found.get('error', 'nothing recorded')} |")
             continue
         steps, trees, side, nodes = (
             sum(part[name] for part in parts) for name in ("steps", "trees", "side_accepts", "nodes")
@@ -282,12 +357,63 @@ def table(given) -> int:
         dirty = sum(part["contaminated"] * part["nodes"] for part in parts) / max(1, nodes)
         failed = sum(part["verdicts"].get("fail", 0) for part in parts)
         others = sum((Counter(part["verdicts"]) for part in parts), Counter())
-        verdict = "fail" if failed else "pass" if side >= 50 and others["pass"] == steps else "not exercised"
+        asked = side >= 50 or parts[0]["mode"] == "linear"  # a block has no side branch
+        verdict = "fail" if failed else "pass" if asked and others["pass"] == steps else "not exercised"
+        worst = max((value for part in parts for value in part["worst"].values() if value), default=float("nan"))
+        left = sum((Counter(part["commits"]) for part in parts), Counter())
         cause = next((part["reasons"][0] for part in parts if part["reasons"]), "") if verdict != "pass" else ""
         print(
             f"| {found['setting']} | {steps} of {parts[0]['recorded']} | {trees} | {dirty:.0%} | {side} | {verdict} | "
-            f"{failed} | {cause} |"
+            f"{failed} | {worst:.2f} | {', '.join(f'{count} {name}' for name, count in left.items())} | {cause} |"
         )
+    return 0
+
+
+def cause(given) -> int:
+    """For each first step behind a prefix hit: how far its root's logits are from those behind the right state, and
+    from those behind the state that the cached request had one or two verifies later, with the right keys and values.
+
+    In std of the row. The state is cached by a step of the scheduler that may run beside the next verify.
+    """
+    from ddtree_check.engines import load_engine
+    from ddtree_check.engines.trace import tensor
+    from ddtree_check.trace import read_trace
+
+    live, found = {}, []
+    for folder in sorted({path.parent for path in Path(given.name).rglob("traces/rank*/*.safetensors")}):
+        trace = read_trace(folder)
+        if trace.header.dtype not in live:
+            live[trace.header.dtype] = load_engine("transformers", MODEL, dtype=trace.header.dtype, device=given.device)
+        engine = live[trace.header.dtype]
+        rounds = {(step.request, step.round): step for step in trace.steps}
+        donors = {step.prompt_tokens: step for step in trace.steps if step.round == 0}
+        for step in trace.steps:
+            cached = step.source.get("cached_tokens", 0)
+            donor = donors.get(step.prompt_tokens[:cached])
+            if step.round != 0 or not cached or donor is None or donor is step:
+                continue
+            (one,) = step.of("tree_forked")
+            theirs = tensor(one.arrays["logits"])[one.nodes.index(0)].float()
+            errors, ahead = [], []
+            for verify in range(3):
+                prefix = engine.prefill(step.prompt_tokens[:cached])
+                if ahead:
+                    far = engine.prefill([*step.prompt_tokens[:cached], *ahead])
+                    for layer, kind in enumerate(engine.config.layer_types):
+                        if kind == "linear_attention":
+                            prefix.cache.layers[layer] = far.cache.layers[layer]
+                for token in (*step.prompt_tokens[cached:], step.tree.tokens[0]):
+                    logits, prefix = engine.step(prefix, token)
+                ours = logits.float().to(theirs.device)
+                off = (theirs - theirs.mean()) - (ours - ours.mean())
+                errors.append(round(float(off.abs().max() / ours.std()), 4))
+                after = rounds.get((donor.request, verify))
+                if after is None or after.accepted is None:
+                    break
+                ahead += [after.tree.tokens[node] for node in after.accepted]
+            found.append({"step": step.id, "cached": cached, "suffix": len(step.prompt_tokens) - cached, "off": errors})
+            print(json.dumps(found[-1]), flush=True)
+    Path(given.name, "cause.json").write_text(json.dumps(found, indent=1))
     return 0
 
 

@@ -135,6 +135,9 @@ def _row_by_row(config) -> Branches:
     return ()
 
 
+OLDER_WORDS = MappingProxyType({"mamba": "linear_attention", "attention": "full_attention"})  # transformers before 5.15
+
+
 @dataclass(frozen=True)
 class Family:
     """A model type of transformers, and what its layers read across rows.
@@ -169,7 +172,8 @@ class Family:
 
     def kinds_of(self, config) -> list[str]:
         """The type of every layer."""
-        return list(getattr(config, self.kinds, None) or ["full_attention"] * config.num_hidden_layers)
+        kinds = getattr(config, self.kinds, None) or ["full_attention"] * config.num_hidden_layers
+        return [kind if kind in self.layers else OLDER_WORDS.get(kind, kind) for kind in kinds]
 
     def describe_layers(self, config) -> tuple[Layer, ...]:
         """The layers of one model. Raises Unsupported naming the first layer that has no row here."""

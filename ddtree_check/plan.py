@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 from .errors import UsageError
 
-KINDS = ("per_request", "total", "sizes")
+KINDS = ("per_request", "total", "sizes", "requests")
 SCHEMA = "ddtree-check/plan/1"
 
 
 @dataclass(frozen=True)
 class Need:
-    """Rows that a buffer must hold. `request` is None where all `requests` share it."""
+    """Rows, or slots of one request each (`unit`), that a buffer must hold; `request` is None where all share it."""
 
     buffer: str
     request: str | None
     needed: int
     reserved: int
     requests: int = 1
+    unit: str = "rows"
 
     @property
     def short(self) -> bool:
@@ -27,13 +28,19 @@ class Need:
 
     @property
     def hint(self) -> str:
-        return "one row short for each request: its root" if self.needed - self.reserved == self.requests else ""
+        one_each = self.unit == "rows" and self.needed - self.reserved == self.requests
+        return "one row short for each request: its root" if one_each else ""
 
     def __str__(self) -> str:
         who = f"request {self.request} needs" if self.request is not None else "the batch needs"
-        return (
-            f"{self.buffer}: {who} {self.needed} rows, reserved {self.reserved}{'; ' if self.hint else ''}{self.hint}"
-        )
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{self.buffer}: {who} {self.needed} {self.unit}, reserved {self.reserved}{hint}"
+
+    def to_json(self) -> dict:
+        return {
+            "buffer": self.buffer, "request": self.request, "needed": self.needed, "reserved": self.reserved,
+            "short": self.short, "hint": self.hint,
+        }  # fmt: skip
 
 
 def plan(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object]]) -> list[Need]:
@@ -49,6 +56,7 @@ def needs(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, objec
         {"per_request": rows}     rows for each request
         {"total": rows}           rows that the whole batch shares
         {"sizes": [rows, ...]}    rows of the batches that were captured, as graphs are; the largest one counts
+        {"requests": slots}       slots of one request each, however large its tree
     Raises UsageError for budgets or rows that are no numbers of at least 0, and for a buffer of another form.
     """
     needed = {name: _rows(f"request {name}: budget", budget) + 1 for name, budget in requests.items()}
@@ -67,12 +75,14 @@ def needs(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, objec
             if not isinstance(value, (list, tuple)) or not value:
                 raise UsageError(f"plan: {buffer}: sizes is {value!r:.60}, expected a list of numbers")
             value = max(_rows(f"{buffer}: sizes", size) for size in value)
-        found.append(Need(buffer, None, batch, _rows(f"{buffer}: {kind}", value), len(needed)))
+        held = _rows(f"{buffer}: {kind}", value)
+        slots = kind == "requests"
+        found.append(Need(buffer, None, len(needed) if slots else batch, held, len(needed), ("rows", "slots")[slots]))
     return found
 
 
 def parse_reserved(text: str) -> dict[str, dict[str, object]]:
-    """Reads 'kv=total:256,state=16,graph=sizes:17/64'; a number alone is rows for each request.
+    """Reads 'kv=total:256,state=16,graph=sizes:17/64,slots=requests:8'; a number alone is rows for each request.
 
     Raises UsageError naming the part.
     """
@@ -85,7 +95,7 @@ def parse_reserved(text: str) -> dict[str, dict[str, object]]:
         if not buffer or not equals or kind not in KINDS or not all(n.isascii() and n.isdecimal() for n in numbers):
             raise UsageError(
                 f"reserved: got {part.strip()!r:.60}, expected BUFFER=ROWS for each request, BUFFER=total:ROWS, "
-                "BUFFER=sizes:ROWS/ROWS, or a .json file"
+                "BUFFER=sizes:ROWS/ROWS, BUFFER=requests:SLOTS, or a .json file"
             )
         if buffer in found:
             raise UsageError(f"reserved: got {buffer!r:.60} twice, expected each buffer once")

@@ -26,8 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from . import pools
 from .errors import UsageError, usage_errors
 from .files import read_text
+from .plan import needs
 from .scripted import Script, drafts, read_script
 from .trace import DTYPES, TraceWriter
 from .tree import DraftTree
@@ -44,6 +46,7 @@ FLAGS = (  # of ServerArgs, all that can change a number
     "max_running_requests", "speculative_algorithm", "speculative_num_draft_tokens", "speculative_num_steps",
     "speculative_eagle_topk", "speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth",
     "speculative_ngram_match_type", "speculative_ngram_max_trie_depth", "enable_fp32_lm_head",
+    "mamba_radix_cache_strategy", "uses_mamba_radix_cache", "mamba_track_interval", "speculative_draft_model_path",
 )  # fmt: skip
 EVERY = 1.0  # seconds between two looks at the file of the options
 PATIENCE = 5.0  # seconds until a request's text must have caught up with a step that was run ahead of it
@@ -65,6 +68,7 @@ class Options:
     pending_mb bound on what waits to be written; a step that would pass it is dropped
     ranks      'first' or 'all' of the tensor-parallel ranks
     trees      a script of draft trees (`scripted.Script`), for NGRAM
+    states     also what SGLang's own commit left in the state slot of each recorded request: its windows and state
     """
 
     folder: str | None = None
@@ -75,10 +79,13 @@ class Options:
     ranks: str = "first"
     trees: str | None = None
     seed: int = 0
+    states: bool = False
 
     def __post_init__(self):
         kinds = {"folder": str, "ranks": str, "trees": str, "top": int, "seed": int}
-        for name in (own.name for own in fields(self)):
+        if not isinstance(self.states, bool):
+            raise ValueError(f"states {self.states!r:.40}, expected true or false")
+        for name in (own.name for own in fields(self) if own.name != "states"):
             value, kind = getattr(self, name), kinds.get(name, (int, float))
             if value is None and name in ("folder", "trees"):
                 continue
@@ -228,6 +235,9 @@ class Taken:
     header: dict
     host: dict[str, Any]
     rows: dict[int, tuple]
+    runner: Any = None
+    slots: dict[int, Any] = field(default_factory=dict)  # the state slot of each chosen request, [1] on its device
+    states: dict[int, list] = field(default_factory=dict)  # what was in it after the commit
     ready: Any = None  # an event of the GPU
     result: Any = None
     nbytes: int = 0
@@ -245,6 +255,7 @@ class Recorder(Guarded):
         self._changed, self._look = _changed(file), time.monotonic() + EVERY
         self.options, self.dropped = options, Counter()
         self.counts, self._spent = Counter(steps=0, verifies=0, taken=0, written=0), 0.0
+        self._capacity: list[dict] = []
         self._random = random.Random(options.seed)
         self._batch, self._taken, self._pending = None, None, 0
         self._rounds: dict[str, int] = {}
@@ -266,7 +277,7 @@ class Recorder(Guarded):
         finally:
             self._batch = None
         if self._taken is not None:
-            self._timed(self._close, result)
+            self._timed(self._close, result, scheduler)
         return result
 
     def _reread(self) -> None:
@@ -300,6 +311,8 @@ class Recorder(Guarded):
         if not batch.forward_mode.is_target_verify() or not self._batch.reqs:
             return
         runner, spec = worker.model_runner, batch.spec_info
+        if getattr(worker, "is_draft_worker", False):
+            return
         rank = _rank(worker)
         if rank and self.options.ranks == "first":
             self.off = "not the first rank"
@@ -315,13 +328,15 @@ class Recorder(Guarded):
         if not chosen:
             return
         logits, rows = result.logits_output.next_token_logits, spec.draft_token_num
-        if getattr(spec, "retrieve_next_token", None) is None:
+        chain = getattr(spec, "retrieve_next_token", None) is None  # the rows of a block, as DFLASH verifies it
+        if chain and getattr(spec, "topk", None) != 1:
             self._drop("no tree", len(chosen))
             return
         if logits.shape[0] != len(reqs) * rows:
             self._drop(f"{logits.shape[0]} rows of logits for {len(reqs)} requests of {rows}", len(chosen))
             return
-        cost = len(chosen) * rows * (12 * self.options.top or logits.shape[1] * 4)
+        states = pools.slot_bytes(runner) if self.options.states else 0
+        cost = len(chosen) * (rows * (12 * self.options.top or logits.shape[1] * 4) + states)
         if self._pending + cost > self.options.pending_mb * 2**20:
             self._drop("the writer does not keep up", len(chosen))
             return
@@ -336,12 +351,15 @@ class Recorder(Guarded):
             "tokens": spec.draft_token,
             "positions": spec.positions,
             "seq_lens": batch.seq_lens,
-            "next_token": spec.retrieve_next_token,
-            "next_sibling": spec.retrieve_next_sibling,
+            "next_token": None if chain else spec.retrieve_next_token,
+            "next_sibling": None if chain else spec.retrieve_next_sibling,
             "slots": getattr(meta, "mamba_cache_indices", None),
             **{f"received_{name}": tensor for name, tensor in received.items()},
             **masks,
         }
+        slots = {place: _own_slot(runner, reqs[place]) for place in chosen}
+        slots = {place: slot for place, slot in slots.items() if slot is not None}
+        host |= {f"slot{place}": slot for place, slot in slots.items()}
         taken = Taken(
             self.counts["steps"] - 1,
             reqs,
@@ -357,14 +375,23 @@ class Recorder(Guarded):
                 "metadata": meta is not None,  # without it nothing is known of what the recurrent layers got
                 "gate": getattr(backend, "topk", None),
                 "mask_unread": unread,
+                "mask_lengths": batch.seq_lens_cpu[: len(reqs)].tolist()
+                if any(x.dim() == 2 for x in masks.values())
+                else None,
                 "vocab": int(logits.shape[1]),
                 "links": [name for name, tensor in received.items() if tensor is not None],
+                # A request's tokens that came from the prefix cache: its prefill began behind them.
+                "cached": [int(getattr(req, "cached_tokens", 0) or 0) for req in reqs],
             },
             header=_header(worker, logits.shape[1]) if self._writer is None else {},
             host={name: _copy(tensor) for name, tensor in host.items() if tensor is not None},
             rows={place: self._logits(logits[place * rows : (place + 1) * rows], runner) for place in chosen},
+            runner=runner,
+            slots=slots if states else {},
             nbytes=cost,
         )
+        if not self._capacity:
+            self._capacity = _capacity(runner)
         taken.header["rank"] = rank
         taken.ready = _event(logits)
         with self._lock:
@@ -385,8 +412,15 @@ class Recorder(Guarded):
         self._taken.host |= {"predict": _copy(predict), "lengths": _copy(lengths), "index": _copy(index)}
         self._taken.ready = _event(index)
 
-    def _close(self, result) -> None:
+    def _close(self, result, scheduler) -> None:
         taken, self._taken = self._taken, None
+        if taken.slots:
+            # Overlap runs a batch on a stream of its own; behind it the commit is done and the next one not begun.
+            stream = getattr(scheduler, "forward_stream_ctx", None) if getattr(scheduler, "enable_overlap", 0) else None
+            with stream or contextlib.nullcontext():
+                for place, slot in taken.slots.items():
+                    taken.states[place] = [_copy(tensor) for tensor in pools.slot_tensors(taken.runner, slot)]
+                taken.ready = _event(taken.slots[place])
         taken.result = result if "index" not in taken.host else None
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, name="ddtree-check", daemon=True)
@@ -407,7 +441,7 @@ class Recorder(Guarded):
         self.off = self.off or "closed"
 
     def _write_all(self) -> None:
-        last, told = False, None
+        last, told, due = False, None, 0.0
         while not last and self.off is None:
             try:
                 taken = self._queue.get(timeout=0.05 if self._waiting else 1.0)
@@ -416,8 +450,10 @@ class Recorder(Guarded):
             except queue.Empty:
                 pass
             self._guard(self._write_ready, last)
-            if self._path is not None and (last or self._queue.empty()) and told != (state := self._summary()):
-                told = state
+            now = time.monotonic()
+            quiet = last or self._queue.empty() or now > due  # a writer that lags says so, once a second
+            if self._path is not None and quiet and told != (state := self._summary()):
+                told, due = state, now + EVERY
                 self._guard(_replace, self._path / "recorder.json", json.dumps(state, indent=1))
         self._waiting.clear()
         with contextlib.suppress(queue.Empty):  # what a stop left behind holds memory
@@ -430,7 +466,10 @@ class Recorder(Guarded):
     def _summary(self) -> dict:
         with self._lock:
             spent = round(1000 * self._spent, 1)
-            return {**self.counts, "server_ms": spent, "dropped": dict(self.dropped), "stopped": self.off}
+            return {
+                **self.counts, "server_ms": spent, "dropped": dict(self.dropped), "stopped": self.off,
+                "capacity": self._capacity,
+            }  # fmt: skip
 
     def _write_ready(self, last: bool) -> None:
         kept = []
@@ -475,7 +514,10 @@ class Recorder(Guarded):
 
     def _write_step(self, taken: Taken, place: int, text: Sequence[int], length: int) -> None:
         own = {name: _row(array, place, taken.width) for name, array in taken.host.items() if name in ROWS}
-        tokens = own["tokens"].tolist()
+        tokens, chain = own["tokens"].tolist(), "next_token" not in own
+        if chain:
+            own["next_token"], own["next_sibling"] = np.arange(1, taken.width + 1), np.full(taken.width, -1)
+            own["next_token"][-1] = -1
         try:
             tree, nodes = tree_of(tokens, own["next_token"].tolist(), own["next_sibling"].tolist())
         except ValueError as error:
@@ -496,10 +538,13 @@ class Recorder(Guarded):
             },
             "place": place,
             "step": taken.step,
+            "cached_tokens": about["cached"][place],
             "root_in_text": tokens[0] == text[length],
         }
         if "slots" in taken.host:
             source["slot"] = int(taken.host["slots"][place])
+        if f"slot{place}" in taken.host:
+            source["own_slot"] = int(taken.host[f"slot{place}"][0])
         lists = {
             "positions": own["positions"].tolist(),
             **{name: own[f"received_{name}"].tolist() for name in LINKS[:2] if f"received_{name}" in own},
@@ -507,6 +552,9 @@ class Recorder(Guarded):
         if about["metadata"]:
             lists["parents"] = _received(own, taken.width)
         mask = taken.host.get(f"mask{place}")
+        cut = about["mask_lengths"]
+        if mask is not None and cut is not None and cut != taken.host["seq_lens"][: len(cut)].tolist():
+            mask = None  # cut by lengths that the host had guessed, as overlap may have it: other rows than these
         if mask is not None:
             mask = np.asarray(mask).reshape(taken.width, -1)[:, -taken.width :].astype(bool)
             source["mask_parents"] = parents_of_mask(mask)
@@ -521,9 +569,9 @@ class Recorder(Guarded):
             round=about["rounds"][place],
             source=source,
         )
-        found = taken.rows[place]
+        found, mode = taken.rows[place], "linear" if chain else "tree_forked"
         step.add(
-            "tree_forked",
+            mode,
             found[0] if len(found) == 1 else None,
             top=tuple(map(np.asarray, found)) if len(found) > 1 else None,
             nodes=nodes,
@@ -533,6 +581,10 @@ class Recorder(Guarded):
         )
         if path is not None:
             step.accept(path, bonus)
+        if path is not None and place in taken.states:
+            layers = taken.runner.req_to_token_pool.mamba_map
+            held = pools.channels(taken.states.pop(place), layers, about["recurrent"])
+            step.commit(mode, path, {(layer, name): x for layer, own in held.items() for name, x in own.items()})
         if step.write():
             self.counts["written"] += 1
         else:
@@ -673,6 +725,26 @@ def _masks(spec, batch, requests: int, rows: int, chosen: Sequence[int]) -> dict
     return {f"mask{place}": mask[starts[place] : starts[place + 1]].view(rows, -1)[:, -rows:] for place in chosen}
 
 
+def _own_slot(runner, req):
+    """The state slot that is a request's own by the pool's table, a copy [1] on its device; None if there is none.
+
+    What the recurrent layers were given stands in their metadata, and may be another.
+    """
+    table = getattr(getattr(runner, "req_to_token_pool", None), "req_index_to_mamba_index_mapping", None)
+    row = getattr(req, "req_pool_idx", None)
+    return None if table is None or row is None else table[int(row) : int(row) + 1].clone()
+
+
+def _capacity(runner) -> list[dict]:
+    """Needed and reserved, buffer by buffer, for as many requests as the server runs, each with a whole draft."""
+    args = runner.server_args
+    rows, requests = getattr(args, "speculative_num_draft_tokens", None), getattr(args, "max_running_requests", None)
+    if not rows or not requests:
+        return []
+    found = needs({str(place): int(rows) - 1 for place in range(int(requests))}, pools.reserved(runner))
+    return [need.to_json() for need in found if need.request in (None, "0")]  # all requests alike: one says it
+
+
 def _header(worker, vocab: int) -> dict:
     import sglang
     import torch
@@ -696,6 +768,8 @@ def _header(worker, vocab: int) -> dict:
             "torch": torch.__version__,
             "sglang": version,
             "model_type": getattr(getattr(runner.model_config, "hf_config", None), "model_type", None),
+            **pools.state_dtypes(runner),
+            "reserved": pools.reserved(runner),
         },
     }
 

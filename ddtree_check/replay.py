@@ -17,15 +17,17 @@ import torch
 from . import __version__
 from .accept import Accepted, compare_walks, greedy_walk
 from .case import Case
-from .check import Item, Runs, Settings, check, judge_case, row_hashes
-from .compare import Differences, join, measure, measure_any
+from .check import check
+from .compare import Differences, join, measure, measure_any, row_hashes
 from .engines.trace import ASSUMED, TraceEngine, layers_to_json, tensor
 from .errors import Unsupported, UsageError, usage_errors
+from .judging import Runs, judge_case
 from .known import excuse, load_known
 from .noise import chain_run, forward_run, repeat_run
 from .outcome import Outcome, make_record
 from .sampled import Tracks, attach
 from .sampling import Sampling
+from .settings import Item, Settings
 from .stored import judge_stored
 from .ties import TieTrack
 from .trace import SUFFIX, Step, TopLogits, TraceWriter
@@ -407,7 +409,7 @@ class Given:
     def _processed(self, mode, tree, nodes, logits, sampling, prompt_tokens, made) -> torch.Tensor | None:
         for one in self._step.of(mode):
             if "processed" in one.arrays and set(nodes) <= set(one.nodes):
-                return tensor(one.arrays["processed"])[[one.nodes.index(node) for node in nodes]]
+                return tensor(one.arrays["processed"])[[one.nodes.index(node) for node in nodes]].to(logits.device)
         return None
 
 
@@ -417,13 +419,16 @@ def _told(outcome: Outcome, step: Step, before: Step | None, wrong: dict[str, St
     Where nothing can be told, since all is off at the root, the step that left a wrong state behind is named.
     """
     result = outcome.results["tree_forked"]
-    said = wrong_parents(step, before) or wrong_positions(step) or two_answers(step)
-    first = wrong.get(step.request)
+    said = wrong_parents(step, before) or wrong_slot(step) or wrong_positions(step) or two_answers(step)
+    first, cached = wrong.get(step.request), step.source.get("cached_tokens")
     if result.reason == OTHER and first is not None and (first.round or 0) < (step.round or 0):
         reason = (
             f"off at the root already: step {first.id!r:.60} of this request was given another tree and left a wrong "
             "state behind"
         )
+        return replace(outcome, results=outcome.results | {"tree_forked": replace(result, reason=reason)})
+    if result.reason == OTHER and cached:
+        reason = f"{OTHER}; the request began behind a prefix hit of {cached} tokens"
         return replace(outcome, results=outcome.results | {"tree_forked": replace(result, reason=reason)})
     if said is None or not result.verdicts:
         return outcome
@@ -457,6 +462,14 @@ def wrong_parents(step: Step, before: Step | None) -> str | None:
             f"{step.tree.parents[wrong[0]]}{old}: {count}"
         )
     return None
+
+
+def wrong_slot(step: Step) -> str | None:
+    """The state slot that the recurrent layers were given, where the server says that the request's is another."""
+    told, own = step.source.get("slot"), step.source.get("own_slot")
+    if told == own or None in (told, own):
+        return None
+    return f"the recurrent layers were given state slot {told}, the request's own is {own}"
 
 
 def wrong_positions(step: Step) -> str | None:

@@ -24,36 +24,54 @@ class Mode:
 
 
 class Request:
-    def __init__(self, rid: str, prompt, output):
+    def __init__(self, rid: str, prompt, output, req_pool_idx=None):
         self.rid, self.origin_input_ids, self.output_ids = rid, list(prompt), list(output)
-        self.done = False
+        self.done, self.req_pool_idx, self.cached_tokens = False, req_pool_idx, 0
 
     def finished(self) -> bool:
         return self.done
+
+
+class GDNAttnBackend(Space):
+    """Goes by its name: its states are [heads, value, key]."""
+
+
+SLOTS = 3  # of the state pool, before the requests' own
 
 
 class Server:
     """Serves requests by trees: `propose` (request) gives each one's tree, `logits` (context, tree) the verify's rows.
 
     wiring: what an engine of ours verifies with; gate: SGLang's topk; told: what the recurrent layers are given in
-    place of the tree's own links; late: results reach the requests one step later, as overlap has it.
+    place of the tree's own links; late: results reach the requests one step later, as overlap has it; commit: (path) ->
+    the node whose state is put into the request's slot, None for no commit; slot: added to the slots that are told;
+    block: verifies the rows of a block, without links, as DFLASH does.
     """
 
     def __init__(self, options, script=None, *, engine=None, wiring=FORKED, rows=12, gate=8, told=None, late=False,
-                 file=None, vocab=None, missing=()):  # fmt: skip
+                 file=None, vocab=None, missing=(), commit=lambda path: path[-1], slot=0, block=False):  # fmt: skip
         self.hooks = {}
         install(options, script, lambda *hook: self._register(*hook, missing), file)
         self.engine, self.wiring, self.rows, self.told, self.late = engine, wiring, rows, told, late
         self.vocab = vocab or (engine.vocab_size if engine else VOCAB)
-        self.backend = Space(topk=gate, forward_metadata=None)
-        args = Space(model_path="tiny", speculative_algorithm="NGRAM", speculative_eagle_topk=gate)
+        self.backend = GDNAttnBackend(topk=gate, forward_metadata=None)
+        self.commit, self.slot, self.block, self._begun = commit, slot, block, 0
+        args = Space(
+            model_path="tiny", speculative_algorithm="NGRAM", speculative_eagle_topk=gate, max_running_requests=4,
+            speculative_num_draft_tokens=rows,
+        )  # fmt: skip
         self.runner = Space(
             attn_backend=Space(linear_attn_backend=self.backend),
             dtype=getattr(engine, "dtype", torch.float32),
             server_args=args,
             model_config=Space(vocab_size=self.vocab, hf_config=Space(model_type="qwen3_5_text")),
             spec_algorithm=Space(name="NGRAM"),
+            req_to_token_pool=Space(size=4, req_index_to_mamba_index_mapping=torch.arange(SLOTS, SLOTS + 9)),
+            token_to_kv_pool_allocator=Space(size=20),
+            decode_cuda_graph_runner=Space(capture_bs=[1, 2]),
         )
+        if engine is not None:
+            self._make_pool()
         self.worker = Space(model_runner=self.runner, ps=Space(tp_rank=0), draft_token_num=rows, enable_overlap=late)
         self.served, self._owed = 0, []
         self.rng = np.random.default_rng(0)
@@ -67,10 +85,38 @@ class Server:
     def recorder(self):
         return self.hooks[RUN].__self__
 
+    def _make_pool(self):
+        """State slots in SGLang's layout: windows [layers, slots, channels, w - 1], states [.., heads, value, key]."""
+        held = self.engine.contents(self.engine.prefill([1, 2]))[1]
+        recurrent = [layer for layer, own in enumerate(held) if "recurrent" in own]
+        conv, state = held[recurrent[0]]["conv"], held[recurrent[0]]["recurrent"].transpose(-1, -2)
+        cache = Space(
+            conv=[conv.new_zeros(len(recurrent), SLOTS + 9, conv.shape[1], len(conv) - 1)],
+            temporal=state.new_zeros(len(recurrent), SLOTS + 9, *state.shape),
+            intermediate_ssm=torch.zeros(1, 5, self.rows, 1), intermediate_conv_window=[torch.zeros(1, 5, self.rows)],
+        )  # fmt: skip
+        pool = self.runner.req_to_token_pool
+        pool.mamba_pool = Space(mamba_cache=cache, size=SLOTS + 8)
+        pool.mamba_map = {layer: row for row, layer in enumerate(recurrent)}
+
+    def _put(self, req, context, tree, path):
+        """SGLang's commit: the state of a node, into the request's slot."""
+        node = self.commit(path)
+        if node is None or self.engine is None:
+            return
+        verified = self.engine.verify(self.engine.prefill(context[:-1]), tree, self.wiring)
+        held = self.engine.contents(self.engine.commit(verified, node))[1]
+        pool = self.runner.req_to_token_pool
+        cache, slot = pool.mamba_pool.mamba_cache, SLOTS + req.req_pool_idx
+        for layer, row in pool.mamba_map.items():
+            cache.conv[0][row, slot] = held[layer]["conv"][1:].T
+            cache.temporal[row, slot] = held[layer]["recurrent"].transpose(-1, -2)
+
     def begin(self, rid, prompt) -> Request:
         """After its prefill: one token is out."""
         first = int(self.engine.prefill(prompt).logits.argmax()) if self.engine else int(self.rng.integers(self.vocab))
-        return Request(rid, prompt, [first])
+        self._begun += 1
+        return Request(rid, prompt, [first], self._begun - 1)
 
     def step(self, reqs, propose, *, verify=True):
         batch = Space(reqs=reqs, forward_mode=Mode(verify), grammar_needs_sync=lambda: False)
@@ -113,14 +159,17 @@ class Server:
             retrieve_next_token=torch.from_numpy(np.stack([link[0] for link in links])),
             retrieve_next_sibling=torch.from_numpy(np.stack([link[1] for link in links])),
         )
+        if self.block:
+            batch.spec_info = spec = Space(draft_token=spec.draft_token, draft_token_num=n, positions=spec.positions,
+                                           custom_mask=None, topk=1)  # fmt: skip
         told = np.stack([link[2] for link in links])
         if self.told is not None:
             told = self.told(told)
         open_ = self.backend.topk > 1
         self.backend.forward_metadata = Space(
-            mamba_cache_indices=torch.arange(3, 3 + len(reqs), dtype=torch.int32),
-            retrieve_next_token=spec.retrieve_next_token if open_ else None,
-            retrieve_next_sibling=spec.retrieve_next_sibling if open_ else None,
+            mamba_cache_indices=torch.tensor([SLOTS + req.req_pool_idx + self.slot for req in reqs]).int(),
+            retrieve_next_token=torch.from_numpy(np.stack([link[0] for link in links])) if open_ else None,
+            retrieve_next_sibling=torch.from_numpy(np.stack([link[1] for link in links])) if open_ else None,
             retrieve_parent_token=torch.from_numpy(told) if open_ else None,
         )
         result = Space(logits_output=Space(next_token_logits=rows), can_run_cuda_graph=False)
@@ -143,6 +192,7 @@ class Server:
             index[at, : len(path)] = torch.tensor([at * n + node for node in path])
             lens[at] = len(path)
             news.append([int(best[at * n + node]) for node in path])
+            self._put(reqs[at], contexts[at], tree, path)
         if SAMPLE in self.hooks:
             self.hooks[SAMPLE]((best.to(torch.int32), lens, index), spec, batch, result.logits_output)
         flat = torch.tensor([[*new, *[0] * (n - len(new))] for new in news]).flatten()

@@ -37,6 +37,14 @@ def test_the_largest_captured_size_counts():
     ]
 
 
+def test_slots_are_counted_by_requests_whatever_their_trees():
+    reserved = {"state slots": {"requests": 2}}
+    assert plan({"a": 64, "b": 1}, reserved) == []
+    (found,) = plan({"a": 1, "b": 1, "c": 1}, reserved)
+    assert str(found) == "state slots: the batch needs 3 slots, reserved 2" and found.hint == ""
+    assert found.to_json()["short"] and (found.to_json()["needed"], found.to_json()["reserved"]) == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("requests", "reserved", "says"),
     [

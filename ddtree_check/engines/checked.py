@@ -1,9 +1,12 @@
-"""An engine whose answers have the shapes that were asked for, or one line that says which pass had another."""
+"""An engine whose answers hold the tokens and rows that were asked for, or one line that says which pass had others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ..errors import Unsupported, UsageError
 
@@ -11,11 +14,15 @@ from ..errors import Unsupported, UsageError
 class Checked:
     """An engine, looked at as it is used: broadcasting would turn a missing row or token into a small difference.
 
+    size: columns of the vocabulary that are tokens. What follows them is padding, which some engines have in one kind
+    of pass and not in another, and is cut off in every pass. None for all that the engine says it has.
     Raises UsageError naming the pass, the shape that came and the one expected. All else is the engine's own.
     """
 
-    def __init__(self, engine: Any):
-        self._engine = engine._engine if isinstance(engine, Checked) else engine
+    def __init__(self, engine: Any, size: int | None = None):
+        self._engine = engine
+        if size is not None:
+            self.vocab_size = size
         kinds = (type(inner) for inner in self._wrapped())
         self._foreign = next((kind.__name__ for kind in kinds if not kind.__module__.startswith("ddtree_check.")), None)
 
@@ -23,28 +30,25 @@ class Checked:
         return getattr(self._engine, name)
 
     def prefill(self, tokens: Sequence[int]):
-        prefix = self._call("prefill", tokens)
-        self._expect("prefill", prefix.logits)
-        return prefix
+        return self._cut_in(self._call("prefill", tokens), "prefill")
 
     def step(self, prefix, token: int):
         logits, after = self._call("step", prefix, token)
-        self._expect("step", logits)
-        return logits, after
+        return self._rows("step", logits), self._cut_in(after)
 
     def decode(self, prefix, tree, *, batched: bool = False):
-        logits = self._call("decode", prefix, tree, batched=batched)
-        self._expect("ar (decode)", logits, len(tree))
-        return logits
+        return self._rows("ar (decode)", self._call("decode", prefix, tree, batched=batched), len(tree))
 
     def verify(self, prefix, tree, wiring):
-        verified = self._call("verify", prefix, tree, wiring)
-        self._expect(f"{wiring.name if wiring else 'linear'} (verify)", verified.logits, len(tree))
-        return verified
+        what = f"{wiring.name if wiring else 'linear'} (verify)"
+        return self._cut_in(self._call("verify", prefix, tree, wiring), what, len(tree))
+
+    def forward(self, paths: Sequence[Sequence[int]], keep: int):
+        return self._rows("forward", self._call("forward", paths, keep), len(paths), keep)
 
     def commit(self, verified, node: int):
         self._offered("commit")
-        return self._call("commit", verified, node)
+        return self._cut_in(self._call("commit", verified, node))
 
     def contents(self, prefix):
         self._offered("contents")
@@ -77,13 +81,19 @@ class Checked:
             yield inner
             inner = vars(inner).get("_engine") if hasattr(inner, "__dict__") else None
 
-    def forward(self, paths: Sequence[Sequence[int]], keep: int):
-        logits = self._call("forward", paths, keep)
-        self._expect("forward", logits, len(paths), keep)
-        return logits
+    def _cut_in(self, holder, what: str | None = None, *rows: int):
+        """A Prefix, or what verify gave, without padding in its logits; the pass is named where they must be there."""
+        logits = self._cut(holder.logits) if what is None else self._rows(what, holder.logits, *rows)
+        return holder if logits is holder.logits else replace(holder, logits=logits)
 
-    def _expect(self, what: str, logits, *rows: int) -> None:
-        got, wanted = getattr(logits, "shape", None), (*rows, self._engine.vocab_size)
+    def _cut(self, logits):
+        wide = isinstance(logits, torch.Tensor) and logits.ndim and logits.shape[-1] > self.vocab_size
+        return logits[..., : self.vocab_size] if wide else logits
+
+    def _rows(self, what: str, logits, *rows: int) -> torch.Tensor:
+        logits, wanted = self._cut(logits), (*rows, self.vocab_size)
+        got = getattr(logits, "shape", None)
         if got is None or tuple(got) != wanted:
             shape = type(logits).__name__ if got is None else list(got)
             raise UsageError(f"engine: {what} gave logits {shape}, expected {list(wanted)}: rows and vocabulary")
+        return logits

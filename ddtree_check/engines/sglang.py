@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import platform
 import tempfile
@@ -17,13 +18,13 @@ import torch
 
 from ..errors import Unsupported, UsageError
 from ..families import find_family
-from ..plan import plan
+from ..plan import needs
 from ..tree import DraftTree
 from ..wiring import FORKED, Layer, State, Wiring
 from . import loading
 from .sglang_ranks import Group, joined, muted
 from .sglang_runner import Start, width_for
-from .sglang_seams import LAYER_WORDS, NO_CLASS, Seam, find_seam, installed
+from .sglang_seams import LAYER_WORDS, NO_CLASS, Seam, find_seam, installed, readable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = 16384  # key and value slots, unless --engine-arg max_total_tokens says otherwise
@@ -105,8 +106,8 @@ class SGLangEngine:
         if cls._running:
             raise UsageError("engine: this process has started SGLang before; one engine a process, start another")
         source = loading.resolve(model)
-        config = loading.load_config(model, source, weights)
-        text = config.get_text_config(decoder=True)
+        config = cls.load_config(model, source, weights)
+        text = readable(config.get_text_config(decoder=True))
         for index, layer in enumerate(find_family(text.model_type).describe_layers(text)):
             for op in (op for branch in layer.branches for op in branch if isinstance(op, State)):
                 if op.kind in NO_CLASS:
@@ -114,13 +115,14 @@ class SGLangEngine:
         wanted = loading.wanted_dtype(model, config, dtype)
         if wanted not in DTYPES:
             raise UsageError(f"dtype: got {dtype}, expected float32, bfloat16 or float16: SGLang has no other")
-        parameters = loading.count_parameters(text)
+        parameters = _parameters(text)
         needed = parameters * wanted.itemsize
         loading.require_memory(
             f"{model or loading.EMBEDDED} in {_name(wanted)}", needed // tp, torch.device("cuda", gpu)
         )
+        size = f": {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB" if parameters else ""
         chosen = checked_args(args or {}, _server_fields())
-        progress(f"starting SGLang {found}: {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB")
+        progress(f"starting SGLang {found}{size}")
         with _checkpoint(source, text, weights, wanted) as path:  # what SGLang reads
             settings = server_args(path, weights, wanted, seed, rows, tp) | chosen
             settings |= overrides(text, nested=text is not config and weights == "real", chosen=chosen)
@@ -138,11 +140,26 @@ class SGLangEngine:
             "tp": tp,
             "engine_args": {name: str(value) for name, value in chosen.items()},
         }
-        if short := [str(problem) for problem in plan({"tree": rows - 1}, facts["reserved"])]:
+        capacity = needs({"tree": rows - 1}, facts["reserved"])
+        if short := [str(need) for need in capacity if need.short]:
             group.close()
             raise UsageError(f"capacity: {'; '.join(short)}")
-        provenance = loading.provenance(model, source, text, weights, seed, parameters, needed)
+        facts["capacity"] = [need.to_json() for need in capacity]
+        parameters = parameters or tp * group.runner.parameters()
+        provenance = loading.provenance(model, source, text, weights, seed, parameters, parameters * wanted.itemsize)
         return cls(group, text, seam, provenance=provenance, facts=facts)
+
+    @staticmethod
+    def load_config(model: str | None, source: str, weights: str):
+        """As `loading.load_config`; SGLang has classes of its own for what its transformers does not know yet."""
+        try:
+            return loading.load_config(model, source, weights)
+        except UsageError:
+            if not Path(source, "config.json").is_file():
+                raise
+            with muted(), contextlib.suppress(ImportError):
+                importlib.import_module("sglang.srt.utils.hf_transformers.common")  # its import brings them
+            return loading.load_config(model, source, weights)
 
     def describe(self) -> dict[str, Any]:
         facts, device = self.facts, self.group.runner.device
@@ -177,6 +194,7 @@ class SGLangEngine:
             "widths": sorted({min(width_for(rows), facts["rows"]) for rows in range(2, facts["rows"] + 1)}),
             "graphs": facts["graphs"],
             "reserved": facts["reserved"],
+            "capacity": facts["capacity"],
             "engine_args": facts["engine_args"],
         }
 
@@ -312,6 +330,14 @@ def _gpu(device: str, tp: int) -> int:
     return index
 
 
+def _parameters(text) -> int:
+    """0 for an architecture that SGLang alone has: then SGLang itself says what does not fit."""
+    try:
+        return loading.count_parameters(text)
+    except (KeyError, ValueError):
+        return 0
+
+
 def _environment(dtype: torch.dtype) -> dict[str, str]:
     """What SGLang and Triton read from the environment alone."""
     found = {"SGLANG_MAMBA_CONV_DTYPE": _name(dtype), "TOKENIZERS_PARALLELISM": "false"}
@@ -340,13 +366,15 @@ def _checkpoint(source: str, text, weights: str, dtype: torch.dtype) -> Iterator
             yield links
         return
     with tempfile.TemporaryDirectory(prefix="ddtree-check-") as folder:
-        held = text.to_dict() | {
-            "architectures": [loading.class_name(text)],
-            "dtype": _name(dtype),
-            "torch_dtype": _name(dtype),
-        }
+        own = Path(source, "config.json")
+        held = json.loads(own.read_text()) if own.is_file() else {}
+        if held.get("model_type") != text.model_type:  # the text model is a part of it, or there is none
+            held = text.to_dict()
+        held |= {"dtype": _name(dtype), "torch_dtype": _name(dtype)}
+        held.setdefault("architectures", None)
+        held["architectures"] = held["architectures"] or [loading.class_name(text)]
         if words := LAYER_WORDS.get(text.model_type):
-            held["layer_types"] = [words.get(kind, kind) for kind in held["layer_types"]]
+            held["layer_types"] = [words.get(kind, kind) for kind in held.get("layer_types", ())]
         Path(folder, "config.json").write_text(json.dumps(held, default=str))
         yield folder
 

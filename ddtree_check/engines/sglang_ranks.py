@@ -95,11 +95,14 @@ class Group:
 
 
 def joined(parts: list[list[dict[str, torch.Tensor]]]) -> list[dict[str, torch.Tensor]]:
-    """The contents of all ranks as those of one: each holds some of the heads."""
+    """The contents of all ranks as those of one, where rank 0 has its own: each holds some of the heads."""
     if len(parts) == 1:
         return parts[0]
     return [
-        {name: torch.cat([part[layer][name] for part in parts], dim=ALONG.get(name, -1)) for name in channels}
+        {
+            name: torch.cat([part[layer][name].to(mine.device) for part in parts], dim=ALONG.get(name, -1))
+            for name, mine in channels.items()
+        }
         for layer, channels in enumerate(parts[0])
     ]
 
@@ -142,8 +145,13 @@ def _on_host(value):
 def _leave() -> None:
     """Leaves SGLang's process groups, whose libraries would complain at exit."""
     with contextlib.suppress(Exception), muted():
+        from sglang.srt.distributed import parallel_state
         from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
+        for group in list(vars(parallel_state).values()):
+            if getattr(group, "ca_comm", None) is not None:  # waits for the other ranks, which must still be there
+                group.ca_comm.close()
+                group.ca_comm = None
         destroy_model_parallel()
         destroy_distributed_environment()
 

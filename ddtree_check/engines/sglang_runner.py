@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import pools
 from ..errors import Unsupported, UsageError
 from .sglang_seams import TREES, Seam, place, start_mamba
 
@@ -156,14 +157,12 @@ class Runner:
             "recurrent_functions": {} if kind is None else {kind: TREES.get(kind, "not known")},
             "topk": self.topk,
             "fused": self.dtype != torch.float32,
-            "graphs": self._graph_sizes(),
+            "graphs": pools.graph_rows(self.model_runner),
             "reserved": self.reserved(),
             "state_dtype": None,
             "conv_dtype": None,
-        }
+        } | pools.state_dtypes(self.model_runner)
         if self.pool is not None:
-            cache = self.pool.mamba_cache
-            facts["state_dtype"], facts["conv_dtype"] = map(_name, (cache.temporal.dtype, cache.conv[0].dtype))
             dispatcher = getattr(self.recurrent, "kernel_dispatcher", None)
             for role in ("decode", "extend", "verify", "tree_verify"):
                 kernel = getattr(dispatcher, f"{role}_kernel", None)
@@ -171,26 +170,13 @@ class Runner:
                     facts["recurrent_functions"][role] = type(kernel).__name__
         return facts
 
+    def parameters(self) -> int:
+        """Of this rank."""
+        return sum(weight.numel() for weight in self.model_runner.model.parameters())
+
     def reserved(self) -> dict[str, dict[str, Any]]:
-        """Rows that SGLang set aside, by buffer, in the form of `plan.plan`; the spare row of each pool left out."""
-        found: dict[str, dict[str, Any]] = {"key and value slots": {"total": int(self.allocator.size)}}
-        cache = getattr(self.pool, "mamba_cache", None)
-        if getattr(cache, "intermediate_ssm", None) is not None:
-            found["intermediate states"] = {"per_request": int(cache.intermediate_ssm.shape[2])}
-        for number, window in enumerate(getattr(cache, "intermediate_conv_window", None) or ()):
-            name = "intermediate windows" + (f" {number}" if number else "")
-            found[name] = {"per_request": int(window.shape[2])}
-        if sizes := self._graph_sizes():
-            found["verify graphs"] = {"sizes": sizes}
-        return found
-
-    def state_slots(self) -> int | None:
-        return int(self.pool.size) if self.pool is not None else None
-
-    def _graph_sizes(self) -> list[int]:
-        runner = getattr(self.model_runner, "decode_cuda_graph_runner", None)
-        batches = getattr(runner, "capture_bs", None)
-        return [int(batch) * int(self.args.speculative_num_draft_tokens) for batch in batches or ()]
+        """Rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`."""
+        return pools.reserved(self.model_runner)
 
     # Passes
 
@@ -274,20 +260,16 @@ class Runner:
         [inputs, d] with the oldest first, a recurrent state."""
         held = self.kept[text]
         keys = self.allocator.get_kvcache()
-        recurrent = getattr(self.requests, "mamba_map", {})
+        recurrent = {}
+        if held.state:
+            recurrent = pools.channels(held.state, self.requests.mamba_map, type(self.recurrent).__name__)
         found = []
         for layer in range(self.model_runner.model_config.num_hidden_layers):
-            channels = {}
             if layer in recurrent:
-                *windows, state = (tensor[recurrent[layer]] for tensor in held.state)
-                for number, window in enumerate(windows):
-                    channels[f"conv.{number}" if number else "conv"] = window.transpose(0, 1).clone()
-                if state.numel():
-                    channels["recurrent"] = state.clone()
-            else:
-                for name, read in (("keys", keys.get_key_buffer), ("values", keys.get_value_buffer)):
-                    channels[name] = read(layer)[held.index].flatten(1)
-            found.append(channels)
+                found.append(recurrent[layer])
+                continue
+            read = {"keys": keys.get_key_buffer, "values": keys.get_value_buffer}
+            found.append({name: buffer(layer)[held.index].flatten(1) for name, buffer in read.items()})
         return found
 
     def drop(self, numbers: Sequence[int]) -> None:

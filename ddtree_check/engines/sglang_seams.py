@@ -61,17 +61,24 @@ NO_CLASS = {  # our kinds of state that no layer of SGLang has
 LAYER_WORDS = {  # model type -> SGLang's word for a layer type of transformers
     "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
 }
-FAMILIES = {  # model types of ours that SGLang 0.5.17 has a model class for
-    "qwen3_5_text": "run",
-    **dict.fromkeys(
-        (
-            "qwen3_5_moe_text", "qwen3_next", "kimi_linear", "granitemoehybrid", "nemotron_h", "falcon_h1", "llama",
-            "qwen3", "gemma3_text",
-        ),
-        "untested",
-    ),
+FAMILIES = {  # model types of ours that SGLang 0.5.17 has a model class for; docs/sglang.md says what came of each
+    **dict.fromkeys(("qwen3_5_text", "qwen3_next", "llama", "qwen3"), "run"),
+    "gemma3_text": "window by row",
+    **dict.fromkeys(("qwen3_5_moe_text", "kimi_linear"), "untested"),
+    "falcon_h1": "refused: its mixer takes no kernel that keeps the states of a verify",
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "refused: Triton attention wants an attention layer first"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "refused: no attention backend here that takes both its layers and a tree"),
 }  # fmt: skip
+
+
+def readable(config):
+    """A text configuration in transformers' words for its layers, which SGLang's own classes do not use; changed in
+    place."""
+    if hasattr(config, "is_kda_layer"):  # SGLang's KimiLinearConfig, where transformers has none yet
+        kinds = ("full_attention", "linear_attention")
+        config.layer_types = [kinds[config.is_kda_layer(layer)] for layer in range(config.num_hidden_layers)]
+        config.linear_conv_kernel_dim = config.linear_attn_config["short_conv_kernel_size"]
+    return config
 
 
 def installed() -> str:

@@ -411,6 +411,8 @@ class KeepFloat64(TorchFunctionMode):
                 return args[0]
             elif kwargs.get("dtype") is torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
+            elif func is torch.Tensor.matmul and args[1].dtype == torch.float32:
+                args = (args[0], args[1].double())  # positions, which older rotary embeddings make float32
         return func(*args, **kwargs)
 
 

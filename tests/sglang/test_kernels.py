@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ddtree_check.formats import to_mask
 from ddtree_check.kernels import check, interpreter, sglang, suite
 from ddtree_check.kernels.cases import FAMILIES, KINDS
+from ddtree_check.tree import DraftTree
 from tests import kernel_faults as faults
 from tests.kernel_faults import STATES, TREE, case, descending_law
 from tests.kernel_suite import FaultTests, nodes
@@ -40,6 +45,7 @@ MEASURED = {
     "kda": (3.4e-7, 1.7e-6),
     "mamba2": (6.2e-6, 2.2e-6),
     "commit": (0, 0),
+    "attention": (7.6e-7, 0),
 }
 
 
@@ -130,3 +136,77 @@ def test_bfloat16_is_computed_in_float32_and_rounded_to_even():
     assert torch.isnan(
         torch.from_numpy(interpreter.widen(interpreter.narrowed(torch.tensor([torch.nan]).numpy())))
     ).all()
+
+
+# --- attention under a sliding window ---------------------------------------------------------------------------------
+
+COMMITTED, WINDOW, HEADS, WIDTH = 40, 8, 2, 32
+BRANCHED = {  # the last node of the first is a child of the root; behind row 8 the star's nodes lose the root too
+    "late child": DraftTree(tuple(range(9)), (*range(-1, 7), 0)),
+    "best-first": TREE,
+    "star": FAMILIES["star"](17, 1),
+}
+
+
+@pytest.fixture
+def extend_attention(monkeypatch):
+    """`extend_attention_fwd`: SGLang's verify runs its Triton attention by it."""
+    sglang.entry("causal_conv1d_update")  # puts the stand-ins up; this file asks for two names more
+    monkeypatch.setattr(sys.modules["sglang.srt.utils"], "is_gfx1250_supported", lambda: False, raising=False)
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=None))
+    return importlib.import_module("sglang.kernels.ops.attention.extend_attention").extend_attention_fwd
+
+
+class Verify:
+    """A tree behind COMMITTED tokens, one key head for HEADS queries; called as TritonAttnBackend calls a verify.
+
+    window: how many tokens behind its own a node may see, None for all; the backend hands over just as many slots.
+    """
+
+    def __init__(self, kernel, tree: DraftTree, window: int | None):
+        draw = torch.Generator().manual_seed(0)
+        many, self.tree, self.window = len(tree), tree, window
+        self.q, k, v = (torch.randn(many, heads, WIDTH, generator=draw) for heads in (HEADS, 1, 1))
+        keys, values = (torch.randn(COMMITTED + 9, 1, WIDTH, generator=draw) for _ in range(2))
+        slots = torch.randperm(len(keys), generator=draw)[:COMMITTED]
+        self.mask = torch.from_numpy(to_mask(tree, COMMITTED))
+        self.k, self.v = torch.cat([keys[slots], k])[:, 0].double(), torch.cat([values[slots], v])[:, 0].double()
+        self.out = torch.full_like(self.q, torch.nan)
+        skipped = 0 if window is None else COMMITTED - window
+        numbers = lambda *these: torch.tensor(these, dtype=torch.int32)  # noqa: E731
+        kernel(
+            *(self.q, k, v, self.out, keys, values),
+            *(numbers(0, many), numbers(0, COMMITTED - skipped), slots[skipped:]),
+            *(self.mask.flatten(), True, numbers(0, self.mask.numel()), many, 1.0, 1.0),
+            sliding_window_size=-1 if window is None else window,
+            window_kv_offsets=numbers(skipped),
+        )
+
+    def wrong(self, places) -> set[int]:
+        """Nodes that float64 attention contradicts if node i stands `places[i]` behind the root."""
+        at, seen = torch.tensor([*range(-COMMITTED, 0), *places]), self.mask
+        if self.window is not None:
+            seen = seen & (at[COMMITTED:, None] - at <= self.window)
+        scores = torch.einsum("nhd,md->nhm", self.q.double(), self.k) / WIDTH**0.5
+        right = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ self.v
+        error = (self.out.double() - right).abs().amax((1, 2))
+        return {node for node, off in enumerate(error.tolist()) if not off <= MEASURED["attention"][0]}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # rows that fill a block
+class TestAttention:
+    def test_a_chain_is_right_with_a_window_and_without(self, extend_attention):
+        for window in (None, WINDOW):
+            assert Verify(extend_attention, FAMILIES["chain"](9, 1), window).wrong(range(10)) == set()
+
+    @pytest.mark.parametrize("tree", BRANCHED.values(), ids=BRANCHED)
+    def test_a_tree_is_right_without_a_window(self, extend_attention, tree):
+        assert Verify(extend_attention, tree, None).wrong(tree.depth) == set()
+
+    @pytest.mark.parametrize("tree", BRANCHED.values(), ids=BRANCHED)
+    def test_window_by_row(self, extend_attention, tree):
+        """The sight of `sglang-window-by-row`; one that is mended: take it out of known_failures.toml."""
+        verify, rows = Verify(extend_attention, tree, WINDOW), range(len(tree))
+        late = {node for node in rows if tree.depth[node] != node}
+        assert late and verify.wrong(tree.depth) == late
+        assert verify.wrong(rows) == set(), "nothing else is wrong: the window ends where the row says"
