@@ -7,25 +7,25 @@
 
 Nodes and trees of one prompt are not independent: a prompt counts once, and every bound is the exact one (Clopper and
 Pearson) with the prompt as its unit. Results are appended to --out as they come, a JSON line each; a run that was
-killed goes on after them.
+killed goes on after them. `--part 2/8` runs every eighth trial from the second on, for a process of its own with an
+--out of its own; `report` reads several, as in `--out 'reports/part*.jsonl'`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin cost more than they bring
 
 import numpy as np
 import torch
+from parts import add_options, append, written
 from scipy.stats import binomtest
 from tabulate import tabulate
 from transformers import AutoConfig
@@ -34,7 +34,7 @@ from ddtree_check import inject
 from ddtree_check.batch import batch_runs
 from ddtree_check.case import load_prompts
 from ddtree_check.check import Item, Settings, check
-from ddtree_check.commit import accept_nodes
+from ddtree_check.commit import accept_nodes, flat_contents
 from ddtree_check.draft import shape
 from ddtree_check.engines import load_engine, loading
 from ddtree_check.engines.transformers import TransformersEngine
@@ -47,7 +47,7 @@ from ddtree_check.rounds import Rounds, generate
 from ddtree_check.tiny import SHAPES
 from ddtree_check.tree import DraftTree
 from ddtree_check.verdict import Rule
-from ddtree_check.wiring import Wiring
+from ddtree_check.wiring import FORKED, Wiring
 
 TRAINED = ("tiny-qwen3_5", "tiny-mamba2-hybrid", "tiny-lfm2")  # of fixtures/models
 DRAWN = ("qwen3_5_text", "bamba", "lfm2", "kimi_linear", "minimax", "olmo_hybrid", "falcon_h1", "qwen3")  # of tiny.py
@@ -114,7 +114,7 @@ def alarms(given, done: dict, write: Callable) -> None:
             engine = engine_of(model, dtype)
             count = given.prompts if model in TRAINED else given.drawn
             for item in items_of(model, count, budgets[0]):
-                for source, make in SOURCES.items():
+                for source, make in SOURCES.items() if given.part() else ():
                     if source == "other batch width" and model in batched_wrong(engine):
                         continue
                     keys = [["alarms", model, dtype, item.id, source, budget] for budget in budgets]
@@ -125,8 +125,9 @@ def alarms(given, done: dict, write: Callable) -> None:
                     torch.set_num_threads(threads)
                     record = check(host, [item], settings)
                     torch.set_num_threads(1)
+                    ratio = (record["floor"]["systematic"] or {"ratio": None})["ratio"]
                     for key, case in zip(keys, record["cases"], strict=True):
-                        write(key, _alarm_figures(case))
+                        write(key, _alarm_figures(case) | {"ratio": ratio})
 
 
 def _alarm_figures(case: dict) -> dict:
@@ -194,7 +195,7 @@ def _noise(engine, tree, share):
 
 
 def _reorder(engine, tree, share):
-    return inject.batched(engine, reorder=inject.keys_alone(engine))
+    return inject.batched(engine, reorder=inject.left_behind(engine, "recurrent", "conv"))
 
 
 def _first_state(engine, tree, share):
@@ -210,7 +211,9 @@ def _penalties(rule: str) -> Callable:
 
 
 # kind, name, what makes it, models, the check that must see it. A commit is judged on a path that leaves the first
-# branch; noise has a size of its own, 1 % of every product's rms.
+# branch; a "run" is one of several prompts, in bf16, where one prompt alone may hide the fault; noise has a size of
+# its own, 1 % of every product's rms.
+RUNS = (*TRAINED, "bamba", "qwen3", "falcon_h1")
 KINDS = (
     ("K1", "the commit never happened", _stored(inject.before, "recurrent", "conv"), ("tiny-qwen3_5", "bamba"),
      "commit"),
@@ -222,6 +225,7 @@ KINDS = (
      ("tiny-qwen3_5", "bamba"), "commit"),
     ("K5", "a causal mask", _flat("mask=flat"), ("tiny-qwen3_5", "qwen3"), "tree"),
     ("K5", "positions by row", _flat("positions=flat"), ("tiny-qwen3_5", "qwen3"), "tree"),
+    ("K5", "positions by row, in a run of prompts", _flat("positions=flat"), RUNS, "run"),
     ("K5", "the first rows of the keys are kept", _stored(inject.wired(commit="flat"), "keys"), ("tiny-qwen3_5",),
      "commit"),
     ("K6", "buffers that are one to all rows short", None, ("no model",), "plan"),
@@ -237,8 +241,10 @@ KINDS = (
     ("K13", "acceptance of a text that is not plain decoding's", _flat("state=flat,conv=flat"),
      ("tiny-qwen3_5", "bamba"), "acceptance"),
     ("K11", "noise on trees, not on chains", _noise, ("tiny-qwen3_5", "bamba"), "tree"),
+    ("K11", "noise on trees, not on chains, in a run of prompts", _noise, ("tiny-qwen3_5", "bamba"), "run"),
 )  # fmt: skip
-NATURAL = {"noise on trees, not on chains": 0.01}
+PROMPTS = Rule().pooled_prompts  # of a run
+NATURAL = {name: 0.01 for _, name, make, *_ in KINDS if make is _noise}
 
 
 def _trial(engine, item: Item, make: Callable, share: float, by: str) -> bool | None:
@@ -267,7 +273,7 @@ def _trial(engine, item: Item, make: Callable, share: float, by: str) -> bool | 
         return found["accepted_per_round"] is None if found["off"] or found["same_text"] < found["texts"] else None
     if by == "commit":
         node = next(node for node, pattern in accept_nodes(tree, ("branch",)).items())
-        if tree.depth[node] == node:
+        if not _stores_otherwise(engine, make(engine, tree, 1.0), item, node):
             return None
         settings = Settings(accept=(str(node),), controls=2, attribute=False)
     else:
@@ -277,6 +283,13 @@ def _trial(engine, item: Item, make: Callable, share: float, by: str) -> bool | 
     if by == "commit":
         return case["commit"][0]["modes"]["tree_forked"]["verdict"] == "fail"
     return case["modes"]["linear" if by == "linear" else "tree_forked"]["verdict"] == "fail"
+
+
+def _stores_otherwise(engine, host, item: Item, node: int) -> bool:
+    """Whether the whole fault changes what is stored at all: the rows of an accepted path may stand in order."""
+    verified = engine.verify(engine.prefill(item.tokens), item.tree, FORKED)
+    right, wrong = (flat_contents(one.contents(one.commit(verified, node))) for one in (engine, host))
+    return any(not torch.equal(x, wrong[key]) for key, x in right.items())
 
 
 def _drafted(model: str, dtype: str, count: int, nodes: int, seed: int) -> Iterator[tuple[object, Item]]:
@@ -298,16 +311,34 @@ def chosen_kinds(given) -> list[tuple]:
 def detection(given, done: dict, write: Callable) -> None:
     for kind, name, make, models, by in chosen_kinds(given):
         dtypes = given.dtype.split(",")
-        combinations = sum(len(other[3]) for other in KINDS if other[0] == kind) * len(dtypes)
+        if by == "run":
+            _runs(kind, name, make, models, given, done, write)
+            continue
+        combinations = sum(len(other[3]) for other in KINDS if other[0] == kind and other[4] != "run") * len(dtypes)
         for model in models:
             share = -(-given.trials // combinations) + 1
             for dtype in dtypes:
                 host = model if model != "no model" else "qwen3_5_text"
                 for engine, item in _drafted(host, dtype, share, int(given.nodes), 7):
                     key = ["detection", kind, name, model, dtype, item.id]
-                    if tuple(key) not in done:
+                    if given.part() and tuple(key) not in done:
                         seen = _trial(Remembered(engine), item, make, NATURAL.get(name, 1.0), by)
                         write(key, {"seen": seen})
+
+
+def _runs(kind: str, name: str, make: Callable, models, given, done: dict, write: Callable) -> None:
+    """--runs runs of several prompts on each model. Texts come again with other trees; their run is one unit."""
+    for model in (model for model in models if model in given.models.split(",")):
+        for number in range(given.runs if "bfloat16" in given.dtype else 0):
+            again, unit = divmod(number, len(texts()) // PROMPTS if model in TRAINED else given.runs)
+            key = ["detection", kind, name, model, "bfloat16", f"run {unit}#{again}"]
+            if not given.part() or tuple(key) in done:
+                continue
+            every = list(_drafted(model, "bfloat16", (unit + 1) * PROMPTS, int(given.nodes), 7 + 1000 * again))
+            engine, items = every[0][0], [item for _, item in every[-PROMPTS:]]
+            host = make(engine, items[0].tree, NATURAL.get(name, 1.0))
+            verdict = check(host, items, Settings(attribute=False))["verdict"]
+            write(key, {"seen": verdict["modes"]["tree_forked"] == "fail"})
 
 
 def dose(given, done: dict, write: Callable) -> None:
@@ -363,7 +394,10 @@ def edges(given, done: dict, write: Callable) -> None:
 
 
 def report(done: dict) -> None:
-    tables = (("alarms", _alarm_table), ("detection", _detection_table), ("dose", _dose_table), ("edges", _edge_table))
+    tables = (
+        ("alarms", _alarm_table), ("alarms", _pooled_table), ("detection", _detection_table), ("dose", _dose_table),
+        ("edges", _edge_table),
+    )  # fmt: skip
     for name, table in tables:
         mine = {key[1:]: value for key, value in done.items() if key[0] == name}
         if mine:
@@ -400,12 +434,41 @@ def _alarm_table(done: dict) -> str:
     return f"{head}\n{tabulate(rows, headers, 'github', disable_numparse=True)}"
 
 
+def _pooled_table(done: dict) -> str:
+    """Runs of as many prompts as the pooled rule asks for, in the order in which they were run and drawn at random."""
+    rows, every, rng = [], {}, np.random.default_rng(0)
+    for (model, dtype, _, source, _), value in done.items():
+        if value["ratio"] is not None:
+            every.setdefault((model, dtype), {}).setdefault(source, []).append(np.log(value["ratio"]))
+    for key, sources in sorted(every.items()):
+        prompts = np.concatenate(list(sources.values()))
+        whole = [np.reshape(logs[: len(logs) // PROMPTS * PROMPTS], (-1, PROMPTS)) for logs in sources.values()]
+        runs = np.concatenate(whole).mean(1)
+        drawn = np.concatenate([rng.choice(logs, (2000, PROMPTS)) for logs in sources.values()]).mean(1)
+        largest = [f"{np.exp(np.max(found, initial=-np.inf)):.2f}" for found in (prompts, runs, drawn)]
+        alarmed = int((runs > np.log(Rule().pooled)).sum())
+        rows.append((*key, len(prompts), len(runs), alarmed, f"{np.exp(prompts.mean()):.2f}", *largest))
+    headers = (
+        "model",
+        "dtype",
+        "case-runs with noise",
+        f"runs of {PROMPTS}",
+        "alarmed",
+        "ratio",
+        "largest of a case-run",
+    )
+    headers += ("of a run", f"of {len(SOURCES) * 2000} drawn runs")
+    head = f"The pooled rule: errors of tree_forked / of its controls; the alarm is above {Rule().pooled:g}"
+    return f"{head}\n{tabulate(rows, headers, 'github', disable_numparse=True)}"
+
+
 def _detection_table(done: dict) -> str:
     every: dict[tuple, dict[str, list[bool]]] = {}
     for (kind, name, model, dtype, prompt), value in done.items():
         if value["seen"] is not None:
             for key in ((kind, name, dtype), (kind, "all of the kind", "both")):
-                every.setdefault(key, {}).setdefault(f"{model} {prompt}", []).append(value["seen"])
+                unit = f"{model} {prompt.partition('#')[0]}"
+                every.setdefault(key, {}).setdefault(unit, []).append(value["seen"])
     rows = []
     for (kind, name, dtype), prompts in sorted(every.items(), key=lambda entry: (int(entry[0][0][1:]), entry[0][1:])):
         trials = [seen for found in prompts.values() for seen in found]
@@ -458,23 +521,17 @@ def main() -> None:
     parser.add_argument("--models", default=",".join((*TRAINED, *DRAWN)))
     parser.add_argument("--prompts", type=int, default=172, help="texts for each trained model")
     parser.add_argument("--drawn", type=int, default=60, help="drawn prompts for each drawn model")
+    parser.add_argument("--runs", type=int, default=60, help="of several prompts, for each model where one may hide it")
     parser.add_argument("--kinds", help="faults of these kinds alone, such as K3,K9")
     parser.add_argument("--nodes", default="12", help="draft nodes of a tree; alarms: a tree for each number")
     parser.add_argument("--trials", type=int, default=300, help="of each kind; prompts of each dose curve")
-    parser.add_argument("--out", default="reports/calibration.jsonl")
+    add_options(parser, "reports/calibration.jsonl")
     given = parser.parse_args()
-    out = Path(given.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    done = {}
-    if out.exists():
-        for line in out.read_text().splitlines():
-            entry = json.loads(line)
-            done[tuple(entry["key"])] = entry["value"]
+    done = {tuple(entry["key"]): entry["value"] for entry in written(given.out)}
 
     def write(key: list, value: dict) -> None:
         done[tuple(key)] = value
-        with out.open("a") as file:
-            file.write(json.dumps({"key": key, "value": value}) + "\n")
+        append(given.out, {"key": key, "value": value})
 
     started = time.perf_counter()
     torch.set_num_threads(1)

@@ -12,11 +12,12 @@ import argparse
 
 import numpy as np
 
-from ddtree_check.check import Item, Settings, draft_cases
+from ddtree_check.drafting import draft_cases
 from ddtree_check.draws import Walks, power, test
 from ddtree_check.engines import load_engine, loading
 from ddtree_check.job import Job, select_prompts
 from ddtree_check.sampling import Sampling, history, noise, process, stream, to_numpy
+from ddtree_check.settings import Item, Settings
 from ddtree_check.wiring import FORKED, UNFORKED
 
 LEVELS = (0.05, 0.01)

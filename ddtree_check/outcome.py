@@ -16,7 +16,7 @@ from .compare import Differences
 from .sampled import Sampled
 from .sensitivity import Reaction
 from .ties import Ties
-from .verdict import CONTROL, NODE_VERDICTS, Leak, ModeResult, conclude, judged_as
+from .verdict import CONTROL, NODE_VERDICTS, Leak, ModeResult, conclude, judged_as, systematic
 from .wiring import Attention, Conv, Layer, Plan, State
 
 SCHEMA = "ddtree-check/1"
@@ -69,14 +69,17 @@ def make_record(
     reactions: Sequence[Reaction] = (),
 ) -> dict:
     """The record of a run: settings, environment and model as given, the cases, and one verdict."""
+    dtype = judged_as(environment)
+    above = systematic(map(_pooled, outcomes), settings.rule, dtype)
     verdict = conclude(
         [outcome.results for outcome in outcomes],
         [outcome.leak for outcome in outcomes],
         settings.rule,
-        judged_as(environment),
+        dtype,
         settings.require,
         [accept for outcome in outcomes for accept in outcome.accepts or ()],
         reactions,
+        above,
     )
     cases = [_case_json(outcome) for outcome in outcomes]
     return {
@@ -96,6 +99,7 @@ def make_record(
             },
             "library_unforked": _largest(outcome.library_unforked for outcome in outcomes),
             "batched_against_strict": _largest(outcome.batched for outcome in outcomes),
+            "systematic": above and above.to_json(),
         },
         "cases": cases,
         "oracle": _oracle(outcomes),
@@ -110,6 +114,19 @@ def make_record(
         },
         "exit_code": verdict.exit_code,
     }
+
+
+def _pooled(outcome: Outcome) -> tuple:
+    """A case as `systematic` takes it: only a linear that passed is a control, and only what was judged has any."""
+    trusted = ("pad", "chain") if outcome.results["linear"].verdict == "pass" else ("chain",)
+    controls = [outcome.controls[name] for name in trusted if name in outcome.controls]
+    judged = outcome.results["tree_forked"].verdicts
+    return (
+        outcome.case.prompt_tokens,
+        outcome.case.tree,
+        outcome.differences.get("tree_forked"),
+        controls if judged else [],
+    )
 
 
 def _case_json(outcome: Outcome) -> dict:

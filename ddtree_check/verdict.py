@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from .compare import Differences
 from .tree import DraftTree
 from .wiring import UNFORKED, Attention, Layer, Plan, contaminated, reads
+from .words import counted
 
 NODE_VERDICTS = ("pass", "tie", "leak", "flip")
 MODES = ("linear", "tree_forked", "tree_unforked")
@@ -37,6 +38,10 @@ class Rule:
     rounding       a multi-token pass over a chain may differ by this share of a row's std whatever its controls say:
                    they can be exactly 0, where a full forward pass happens to run the very kernels of a decode step
     across         where ar is another engine's: any right run may differ from it by this share of a row's std
+    pooled         in bf16 and float16 a tree pass is systematically above noise iff its errors are more than so many
+                   times its controls, in the geometric mean over the nodes and prompts of a run
+    pooled_prompts from so many prompts on; the mean of fewer varies more and gets more room
+    pooled_least   fewer cannot tell: of two, one prompt whose nodes are all moved by a near tie would be beyond
     """
 
     factor: float = 4.0
@@ -55,6 +60,9 @@ class Rule:
     across: dict[str, float] = field(
         default_factory=lambda: {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
     )
+    pooled: float = 1.4
+    pooled_prompts: int = 8
+    pooled_least: int = 3
 
     def floor(self, controls: Sequence[np.ndarray], ulp: np.ndarray) -> np.ndarray:
         """Largest error [n] that `controls` (each [n], runs equal by construction) explain."""
@@ -141,12 +149,74 @@ def judge_linear(
     if blind:
         return ModeResult("reference_unusable", reason=NO_FORWARD)
     finite = bool(np.isfinite(differences.max_abs).all())
-    return ModeResult("fail", verdicts, f"{len(bad)} nodes beyond the floor, first node {bad[0]}", finite)
+    return ModeResult("fail", verdicts, f"{counted(len(bad), 'node')} beyond the floor, first node {bad[0]}", finite)
 
 
 def judge_forked(differences: Differences, floor: np.ndarray | None, problem: str | None) -> ModeResult:
     """As `judge_linear`; a floor of None means that no control could be trusted."""
     return judge_linear(differences, floor, problem or (UNTRUSTED if floor is None else None))
+
+
+@dataclass(frozen=True)
+class Systematic:
+    """The errors of a run's tree passes against those of their controls, as a geometric mean over so many prompts.
+
+    ratio   NaN where no control differs from ar;  limit  what it may be;  least  prompts below which nothing is said
+    """
+
+    ratio: float
+    prompts: int
+    limit: float
+    least: int
+
+    @property
+    def judged(self) -> bool:
+        return self.prompts >= self.least
+
+    @property
+    def beyond(self) -> bool:
+        return self.judged and not self.ratio <= self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"systematically above noise: node by node within the floor, yet over {self.prompts} prompts the errors "
+            f"are {self.ratio:.2f} x those of chains as wide, expected at most {self.limit:.2f}; a wrong position or a "
+            "wrong mask in attention looks like this, and --dtype float32 shows at which nodes"
+        )
+
+    def to_json(self) -> dict:
+        ratio = self.ratio if np.isfinite(self.ratio) else None
+        own = {"prompts": self.prompts, "limit": self.limit, "least": self.least}
+        return {"ratio": ratio, **own, "judged": self.judged, "beyond": self.beyond}
+
+
+def systematic(
+    cases: Iterable[tuple[object, DraftTree, Differences, Sequence[np.ndarray]]], rule: Rule, dtype: str
+) -> Systematic | None:
+    """How far tree passes that noise explains node by node are above it all the same, over a whole run.
+
+    cases: the prompt, the tree, the tree pass against ar and the controls of its width, each [n]. Equal rows of a chain
+    and a tree differ from ar by the same law, so errors are as often below their controls as above; a prompt counts
+    once, since its nodes share their noise. A node counts for `factor` at most, either way: rows that an expert's
+    near tie moves say nothing of all. Looked at are nodes that stand in another row than in a chain, since no order of
+    rows can be wrong for the others, and whose control is not ar bit for bit, since that is no measure of noise. None
+    in float32 and float64, and where no tree has such rows.
+    """
+    found: dict[object, list[np.ndarray]] = {}
+    for prompt, tree, differences, controls in cases:
+        moved = np.array(tree.depth) != np.arange(len(tree))
+        if moved.any() and controls and dtype not in EXACT:
+            control = np.max(np.stack(controls), axis=0)
+            moved &= control != 0
+            ratios = differences.max_abs[moved] / control[moved]
+            found.setdefault(prompt, []).append(np.log(np.clip(ratios, 1 / rule.factor, rule.factor)))
+    if not found:
+        return None
+    logs = [np.concatenate(own) for own in found.values()]
+    means = [np.mean(own) for own in logs if len(own)]
+    ratio = float(np.exp(np.mean(means))) if means else np.nan
+    room = max(1.0, rule.pooled_prompts / max(1, len(means))) ** 0.5
+    return Systematic(ratio, len(means), rule.pooled**room, rule.pooled_least)
 
 
 def near_skip(plan: Plan, dirty: frozenset[int], rule: Rule) -> frozenset[int]:
@@ -198,11 +268,10 @@ def judge_unforked(differences: Differences, floor: np.ndarray | None, leak: Lea
         return ModeResult("fail", verdicts, "clean nodes are not bit for bit those of the forked run")
     if not leak.contaminated:
         return ModeResult("pass", verdicts, "nothing to leak")
+    nodes = counted(len(leak.contaminated), "contaminated node")
     if not leak.moved:
-        return ModeResult("insensitive", verdicts, f"none of {len(leak.contaminated)} contaminated nodes moved")
-    return ModeResult(
-        "fail", verdicts, f"leaks as predicted: {len(leak.moved)} of {len(leak.contaminated)} contaminated nodes moved"
-    )
+        return ModeResult("insensitive", verdicts, f"none of {nodes} moved")
+    return ModeResult("fail", verdicts, f"leaks as predicted: {len(leak.moved)} of {nodes} moved")
 
 
 @dataclass(frozen=True)
@@ -221,17 +290,20 @@ class Verdict:
 
 def conclude(
     cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required, commits=(),
-    reactions=(),
+    reactions=(), above: Systematic | None = None,
 ) -> Verdict:  # fmt: skip
     """From all cases to one verdict and exit code, decided by the `required` modes.
 
     commits: what was found of each forced accept, with `modes` (verdict and reason of each), `path`, and `expected`,
     the modes whose wiring must leave a wrong state there. reactions: a `sensitivity.Reaction` for each kind of state.
+    above: what `systematic` says of the run's tree passes.
     """
     reasons: list[str] = []
     modes = {
         mode: min((case[mode].verdict for case in cases), key=MODE_VERDICTS.index, default="not_run") for mode in MODES
     }
+    if above and above.beyond and modes["tree_forked"] == "pass":
+        modes["tree_forked"] = "fail"
     # Only what was judged can be sensitive or not: an unusable reference says nothing of the model.
     judged = [
         leak
@@ -247,8 +319,8 @@ def conclude(
         if not sensitive:
             modes["tree_unforked"] = "insensitive"
             reasons.append(
-                f"insensitive: {moved} of {near} contaminated nodes near a skip edge moved, expected {needed:.0%}; "
-                "this model or this input does not show a leak, so a pass says little"
+                f"insensitive: {moved} of {counted(near, 'contaminated node')} near a skip edge moved, expected "
+                f"{needed:.0%}; this model or this input does not show a leak, so a pass says little"
             )
     for calm in (reaction for reaction in reactions if not reaction.reacts):
         sensitive = False
@@ -257,12 +329,17 @@ def conclude(
     unequal = sum(leak.clean_equal is False for leak in leaks)
     if outside or unequal:
         sensitive = False
-        what = f"{outside} nodes moved outside the leak law" if outside else f"clean nodes differ in {unequal} cases"
+        what = (
+            f"{counted(outside, 'node')} moved outside the leak law"
+            if outside
+            else f"clean nodes differ in {counted(unequal, 'case')}"
+        )
         reasons.append(f"the unforked control is off: {what}; the forked verdict is not proven")
     for mode in required:
         if modes[mode] != "pass":
-            first = next((case[mode] for case in cases if case[mode].verdict == modes[mode]), None)
-            reasons.append(f"{mode}: {modes[mode]}" + (f" ({first.reason})" if first and first.reason else ""))
+            pooled = above if mode == "tree_forked" else None
+            why = next((case[mode].reason for case in cases if case[mode].verdict == modes[mode]), pooled)
+            reasons.append(f"{mode}: {modes[mode]}" + (f" ({why})" if why else ""))
     demanded = [modes[mode] for mode in required]
     for mode in required:
         # A pass that is known to be wrong cannot leave a right state.
@@ -288,7 +365,10 @@ def conclude(
     ]
     if stray and CONTROL not in required:
         sensitive = False
-        reasons.append(f"the unforked control is off: {len(stray)} commits are wrong though the law calls them clean")
+        reasons.append(
+            f"the unforked control is off: a wrong state after {counted(len(stray), 'commit')} that the leak law calls "
+            "clean; the forked verdict is not proven"
+        )
     if not cases:
         reasons.append("no case was run")
         code = INCONCLUSIVE

@@ -157,6 +157,14 @@ def test_the_spacing_of_a_top_k_is_that_of_the_largest_logit_of_either(large):
     assert found.ulp[0] == float(ulp(torch.tensor(9.0), torch.float32))
 
 
+def test_an_id_that_a_top_k_leaves_out_is_at_least_as_far_off_as_its_smallest():
+    """Token 2 is 5.0 in the reference; the run's smallest of two is 1.0, so it is off by 4.0 there at least."""
+    reference = TopLogits(torch.tensor([[0, 2]]), torch.tensor([[9.0, 5.0]]), torch.tensor([0.0]))
+    run = TopLogits(torch.tensor([[0, 1]]), torch.tensor([[9.0, 1.0]]), torch.tensor([0.0]))
+    assert measure_any(reference, run, torch.float32).max_abs[0] == pytest.approx(4.0)
+    assert measure_any(run, reference, torch.float32).max_abs[0] == pytest.approx(4.0)
+
+
 def test_what_both_leave_out_is_left_out_and_what_one_leaves_out_is_not():
     row = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]])
     found = measure(row, torch.tensor([[3.0, 1.5, 2.0, -torch.inf]]))

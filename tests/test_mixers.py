@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddtree_check.mixers import causal_conv, fold, gated_delta
+from ddtree_check.mixers import causal_conv, decay, fold, gated_delta
 from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Wiring
 from tests.models import tree
 
@@ -98,6 +98,16 @@ def test_fast_decay_keeps_its_precision():
         inputs[4][:, ::2] *= 1e-3
     got, want = (gated_delta.tree_form(*inputs, case.parents).output for inputs in (narrow, wide))
     assert (got.double() - want).abs().max() < 2e-6
+
+
+def test_decays_of_several_requests_are_those_of_each():
+    trees = [tree("random", 16, seed=seed) for seed in (1, 2)]
+    logs = -torch.rand(2, HEADS, len(trees[0]), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    sources = [FORKED.plan(trees[0]).state, DROPPED.plan(trees[1]).state]
+    alone = [decay.along(own, source) for own, source in zip(logs, sources, strict=True)]
+    both = decay.along(logs, sources)
+    for name in ("between", "from_start"):
+        assert torch.allclose(getattr(both, name), torch.stack([getattr(one, name) for one in alone]), atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from ddtree_check.engines.adapters import conv
-from ddtree_check.engines.transformers import TransformersEngine
+from ddtree_check.engines.transformers import KeepFloat64, TransformersEngine
 from ddtree_check.errors import Unsupported, UsageError
 from ddtree_check.mixers import causal_conv
+from ddtree_check.resources import fixtures_dir
 from ddtree_check.tree import DraftTree
 from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Attention, State, Wiring, contaminated
 from tests.models import DELTA, PLAIN, engine, make_engine, off, prompt, tree
@@ -282,6 +283,43 @@ def test_the_oracle_is_the_same_model_in_float64(family):
     forked, unforked = (off(want, host.verify(prefix, case, wiring).logits).median() for wiring in (FORKED, UNFORKED))
     assert forked < 0.3 and (family == "llama" or unforked > 1)
     assert off(want, exact.verify(exact.prefill(prompt(20)), case, FORKED).logits).max() < 1e-9
+
+
+def test_casts_to_float32_leave_float64_alone_and_other_casts_do_not():
+    x = torch.rand(3, 3, dtype=torch.float64)
+    with KeepFloat64():
+        kept = [x.float(), x.to(torch.float32), x.to(dtype=torch.float32), x.type(torch.float32)]
+        kept += [x.softmax(-1, dtype=torch.float32), x @ torch.eye(3)]
+        cast = [x.to(torch.float16), x.type(torch.float16), x.half(), torch.eye(3).type(torch.float32)]
+    assert {y.dtype for y in kept} == {torch.float64}
+    assert [y.dtype for y in cast] == [torch.float16] * 3 + [torch.float32]
+
+
+def test_a_step_goes_on_where_the_one_before_it_ended():
+    host, chain = engine("qwen3_5_text"), DraftTree.chain([5, 9, 40])
+    prefix = host.prefill(prompt(9))
+    rows = host.decode(prefix, chain)
+    for place, token in enumerate(chain.tokens, start=1):
+        logits, prefix = host.step(prefix, token)
+        assert torch.equal(logits, rows[place - 1]) and prefix.length == host.contents(prefix)[0] == 9 + place
+
+
+def test_the_routes_of_a_pass_are_the_experts_that_its_rows_went_to():
+    host, case = engine("qwen3_5_moe_text"), tree("random", 6)
+    with host.watch(range(len(host.layers))) as seen:
+        host.verify(host.prefill(prompt(9)), case, FORKED)
+    assert seen.routes.keys() == set(range(len(host.layers)))
+    for chosen in seen.routes.values():
+        assert not chosen.is_floating_point() and chosen.shape == (len(case), 2) and chosen.max() < 4
+
+
+def test_loading_takes_mixers_and_attention_by_name():
+    path = str(fixtures_dir() / "models" / "tiny-qwen3_5")
+    host = TransformersEngine.load(path, dtype="float32", device="cpu", args={"mixers": "own", "attention": "eager"})
+    assert host.mixers == "own" and host.model.config._attn_implementation == "eager"
+    assert TransformersEngine.load(path, mixers="own", dtype="float32", device="cpu").mixers == "own"
+    with pytest.raises(UsageError, match="engine-arg: got speed"):
+        TransformersEngine.load(path, args={"speed": "high"})
 
 
 def test_describe_names_the_functions_that_really_run(tmp_path):

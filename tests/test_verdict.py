@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from ddtree_check.verdict import (
     Leak,
     ModeResult,
     Rule,
+    Systematic,
     conclude,
     judge,
     judge_forked,
@@ -14,6 +17,7 @@ from ddtree_check.verdict import (
     judge_unforked,
     name_cause,
     reference_problem,
+    systematic,
 )
 from ddtree_check.wiring import Conv, Layer, State
 
@@ -78,6 +82,15 @@ def test_one_bad_node_is_not_hidden_behind_a_large_control_elsewhere():
 def test_what_makes_a_reference_unusable(repeat, forward, dtype, says):
     found = reference_problem(differences(repeat), differences(forward), RULE, dtype)
     assert (found is None) if says is None else (says in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bound_of_a_reference_is_a_share_of_the_rows_spread(dtype):
+    share = RULE.bounds[dtype]
+    for std in (0.5, 8.0):
+        for error, unusable in ((share * std, False), (1.01 * share * std, True)):
+            forward = differences([error], std=std, rms=[error])
+            assert (reference_problem(None, forward, RULE, dtype) is not None) is unusable
 
 
 def test_linear_is_judged_by_full_forward_passes_of_any_node():
@@ -175,6 +188,116 @@ def test_an_unusable_reference_says_nothing_of_the_models_sensitivity():
     verdict = conclude([case], [leak(moved=())], RULE, "float32", DEFAULT)
     assert verdict.exit_code == 2 and verdict.sensitive is None
     assert not any("insensitive" in reason for reason in verdict.reasons)
+
+
+BENT = DraftTree((5, 6, 7, 8), (-1, 0, 0, 1))  # nodes 2 and 3 stand in other rows than in a chain
+
+
+def pooled(errors, controls=(1.0, 1.0, 1.0, 1.0), *, prompts=8, dtype="bfloat16", tree=BENT):
+    """`prompts` of them with the same errors of one tree, or with those of a function of the prompt."""
+    make = errors if callable(errors) else lambda prompt: errors
+    size, own = 0.25, [np.zeros(4), 0.25 * np.array(controls)]  # of what is given
+    cases = [(p, tree, differences(size * np.array(make(p))), own) for p in range(prompts)]
+    return systematic(cases, RULE, dtype)
+
+
+@pytest.mark.parametrize(
+    ("found", "ratio", "beyond"),
+    [
+        pytest.param(pooled([1, 1, 1, 1]), 1.0, False, id="as-its-controls"),
+        pytest.param(pooled([1, 1, 1.3, 1.3]), 1.3, False, id="near"),
+        pytest.param(pooled([1, 1, 1.5, 1.5]), 1.5, True, id="above"),
+        pytest.param(pooled([0.1, 0.1, 1.5, 1.5]), 1.5, True, id="clean-nodes-do-not-water-it-down"),
+        pytest.param(pooled([9, 9, 1, 1]), 1.0, False, id="clean-nodes-alone"),
+        pytest.param(pooled([1, 1, 2, 1]), 2**0.5, True, id="geometric-mean"),
+        pytest.param(pooled([1, 1, 9, 0.05]), 1.0, False, id="a-node-counts-for-the-factor-at-most"),
+        pytest.param(pooled(lambda p: [1, 1, 9e9, 9e9] if p == 3 else [1] * 4), 4 ** (1 / 8), False, id="one-prompt"),
+        pytest.param(pooled([1, 1, 3, 3], prompts=2), 3.0, False, id="too-few-prompts"),
+        pytest.param(
+            pooled(lambda p: [1, 1, 9, 9] if p else [1] * 4, prompts=3), 4 ** (2 / 3), True, id="two-of-three"
+        ),
+        pytest.param(
+            pooled(lambda p: [1] * 4 if p else [1, 1, 9, 9], prompts=3), 4 ** (1 / 3), False, id="one-of-three"
+        ),
+        pytest.param(pooled([1, 1, 1.5, 1.5], prompts=4), 1.5, False, id="fewer-prompts-get-more-room"),
+        pytest.param(pooled([1, 1, 1.7, 1.7], prompts=4), 1.7, True, id="fewer-prompts"),
+        pytest.param(pooled([1, 1, 1.45, 1.45], prompts=80), 1.45, True, id="more-prompts"),
+        pytest.param(pooled([1, 1, 1.35, 1.35], prompts=80), 1.35, False, id="more-prompts-get-no-less-room"),
+        pytest.param(pooled([0, 0, 9, 1.2], [1, 1, 0, 1]), 1.2, False, id="a-control-that-is-ar-is-no-measure"),
+        pytest.param(pooled([0, 0, np.nan, 1]), np.nan, True, id="nan"),
+        pytest.param(pooled([9] * 4, [0.0] * 4), np.nan, False, id="no-noise"),
+    ],
+)
+def test_a_tree_pass_can_be_above_noise_over_a_run_and_at_no_node(found, ratio, beyond):
+    assert found.ratio == pytest.approx(ratio, rel=2e-3, nan_ok=True) and found.beyond is beyond
+    stored = found.to_json()
+    assert stored["beyond"] is beyond and stored["judged"] is (found.prompts >= 3)
+    assert stored["ratio"] is None if np.isnan(ratio) else stored["ratio"] == found.ratio
+
+
+def test_the_limit_itself_is_within_it():
+    assert not Systematic(1.4, 8, 1.4, 4).beyond and Systematic(1.4, 8, 1.39, 4).beyond
+    assert not Systematic(1.4, 3, 1.39, 4).beyond and Systematic(1.4, 4, 1.39, 4).beyond
+
+
+def test_where_there_is_nothing_to_pool():
+    chain = DraftTree.chain((5, 6, 7, 8))
+    assert pooled([9] * 4, dtype="float32") is None and pooled([9] * 4, tree=chain) is None
+    assert systematic([(0, BENT, differences([9] * 4), [])], RULE, "bfloat16") is None
+
+
+def test_two_trees_of_a_prompt_are_one_prompt():
+    cases = [(p // 2, BENT, differences([1, 1, 2, 2] if p % 2 else [1] * 4), [np.ones(4)]) for p in range(16)]
+    found = systematic(cases, RULE, "bfloat16")
+    assert found.prompts == 8 and found.ratio == pytest.approx(2**0.5, rel=2e-3)
+
+
+def test_what_is_systematically_above_noise_is_a_defect_though_every_case_passed():
+    above, within, few = pooled([1, 1, 2, 2]), pooled([1] * 4), pooled([1, 1, 2, 2], prompts=2)
+    cases, leaks = [run()] * 8, [leak()] * 8
+    verdict = conclude(cases, leaks, RULE, "bfloat16", DEFAULT, above=above)
+    assert verdict.exit_code == 1 and verdict.modes["tree_forked"] == "fail"
+    assert verdict.reasons == (f"tree_forked: fail ({above})",) and "systematically above noise" in str(above)
+    assert conclude(cases, leaks, RULE, "bfloat16", ("linear",), above=above).exit_code == 0
+    for quiet in (within, few, None):
+        verdict = conclude(cases, leaks, RULE, "bfloat16", DEFAULT, above=quiet)
+        assert verdict.exit_code == 0 and verdict.modes["tree_forked"] == "pass"
+    for known in ("known_failure", "fail", "unsupported"):  # what a case said of itself stands
+        verdict = conclude([run(), run(forked=known)], leaks[:2], RULE, "bfloat16", DEFAULT, above=above)
+        assert verdict.modes["tree_forked"] == known
+        assert not any("systematically" in reason for reason in verdict.reasons)
+    missing = conclude([run(linear="unsupported")], leaks[:1], RULE, "bfloat16", DEFAULT, above=above)
+    assert [reason for reason in missing.reasons if "systematically" in reason] == [f"tree_forked: fail ({above})"]
+
+
+def test_one_node_that_is_not_finite_is_enough():
+    floor = np.full(2, 1e-3)
+    assert not judge_linear(differences([np.nan, 1.0]), floor, None).finite
+    assert judge_linear(differences([2.0, 1.0]), floor, None).finite
+
+
+def accept(*, expected=(), pattern="full", **modes):
+    found = {mode: ModeResult(verdict, reason=f"{mode} stored something") for mode, verdict in modes.items()}
+    return SimpleNamespace(path=(0, 1), pattern=pattern, modes=found, expected=frozenset(expected))
+
+
+@pytest.mark.parametrize(
+    ("commits", "code", "says"),
+    [
+        pytest.param([accept(tree_forked="pass", tree_unforked="pass")], 0, None, id="right"),
+        pytest.param([accept(tree_forked="fail")], 1, "commit after tree_forked: fail for 1 of 1", id="wrong"),
+        pytest.param([accept(tree_forked="pass"), accept(linear="fail")], 1, "commit after linear: fail", id="one"),
+        pytest.param([accept(tree_forked="unsupported")], 2, "tree_forked: unsupported for 1 of 1", id="refused"),
+        pytest.param([accept(pattern="state", linear="fail")], 1, "states of linear: fail for 1 of 1", id="state"),
+        pytest.param([accept(tree_unforked="fail", expected=("tree_unforked",))], 0, None, id="as-the-law-says"),
+        pytest.param([accept(tree_unforked="fail")], 2, "the unforked control is off", id="clean-yet-wrong"),
+        pytest.param([accept(linear="pass")], 0, None, id="no-commit-of-the-control"),
+    ],
+)
+def test_what_commits_do_to_the_verdict(commits, code, says):
+    verdict = conclude([run()], [leak()], RULE, "float32", DEFAULT, commits)
+    assert verdict.exit_code == code
+    assert verdict.reasons == () if says is None else says in " ".join(verdict.reasons)
 
 
 def test_a_failure_that_is_not_finite_says_so():

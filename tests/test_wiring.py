@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddtree_check.tree import DraftTree
-from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Attention, Conv, Layer, State, Wiring, contaminated
+from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Attention, Conv, Layer, Plans, State, Wiring, contaminated
 
 DELTA = Layer("gated_delta", ((Conv(4), State("gated_delta")),))
 ATTENTION = Layer("attention", ((Attention(),),))
@@ -155,3 +155,9 @@ def test_one_wrong_position_reaches_every_row_that_sees_it():
     case = tree_of((-1, 0, 0, 1, 2))
     wrong = Wiring("one late", positions=lambda tree: (0, 2, *tree.depth[2:]))
     assert contaminated(wrong.plan(case), (ATTENTION,)) == {1, 3}
+
+
+def test_the_tree_of_several_requests_is_the_first_ones():
+    first, second = DraftTree((5, 6, 7), (-1, 0, 0)), DraftTree((8, 9, 4), (-1, 0, 1))
+    plans = Plans((FORKED.plan(first), FORKED.plan(second)))
+    assert plans.tree is first and plans.state == (first.parents, second.parents)
