@@ -22,7 +22,7 @@ from .errors import Unsupported
 from .noise import leaf_paths, padded_chain
 from .tree import DraftTree
 from .verdict import Rule, beyond, judge
-from .wiring import BLANK, FORKED, Attention, Conv, Layer, Plan, State, Wiring, reads
+from .wiring import BLANK, FORKED, Attention, Conv, Layer, Plan, State, Wiring, reads, with_edge
 
 KEPT = 64 << 20  # bytes of layer outputs held at a time; more layers are seen in several turns
 CHANNELS = {"state": State, "conv": Conv, "mask": Attention, "positions": Attention}
@@ -523,15 +523,7 @@ def _edge(name: str, channels: Sequence[str], node: int, source: int) -> Wiring:
     """The right wiring but for one node of these channels."""
 
     def rule(channel: str):
-        def read(tree: DraftTree):
-            right = getattr(FORKED.plan(tree), channel)
-            if channel != "mask":
-                return (*right[:node], source, *right[node + 1 :])
-            wrong = right.copy()
-            wrong[node, source] = not right[node, source]
-            return wrong
-
-        return read
+        return lambda tree: with_edge(tree, channel, node, source)
 
     return Wiring(name, **{channel: rule(channel) for channel in channels})
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from .check import Item, Settings, draft_cases
 from .commit import STEPS, Contents, Part, accept_nodes, chain_floors, compare_contents, off, tree_floors
 from .compare import Differences, measure
+from .drafting import draft_cases
 from .engines.checked import Checked
 from .errors import Unsupported, UsageError
 from .known import KnownFailure, load_known
 from .noise import leaf_paths
+from .settings import Item, Settings
 from .tree import DraftTree
 from .verdict import EXACT, TEXTS, beyond, judge, judged_as
 from .wiring import FORKED, Wiring

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .draft import token_ids
+from .errors import named
 from .files import json_lines, parse_json, read_text, write_text
 from .formats import tree_from_json
 from .tree import DraftTree
@@ -64,11 +65,9 @@ def load_cases(path: str | Path) -> list[Case]:
     """Cases from JSON lines, at least one, each with an id of its own. Raises ValueError naming file and line."""
     cases = []
     for line, data in json_lines(path):
-        try:
+        with named(f"{path}:{line}"):
             cases.append(Case.from_json(data))
             _distinct(case.id for case in cases)
-        except ValueError as error:
-            raise ValueError(f"{path}:{line}: {error}") from None
     return cases
 
 
@@ -87,10 +86,8 @@ def load_tree(path: str | Path) -> DraftTree:
     Raises ValueError naming the file and the node.
     """
     data = parse_json(read_text(path), str(path))
-    try:
+    with named(str(path)):
         return tree_from_json(data)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -127,11 +124,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         return [Prompt(path.stem, text)]
     prompts = []
     for line, data in json_lines(path):
-        try:
+        with named(f"{path}:{line}"):
             prompts.append(_prompt(data, f"{path.stem}-{line}"))
             _distinct(prompt.id for prompt in prompts)
-        except ValueError as error:
-            raise ValueError(f"{path}:{line}: {error}") from None
     return prompts
 
 

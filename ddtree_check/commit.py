@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from .noise import leaf_paths, padded_chain
 from .tree import DraftTree
 from .verdict import EXACT, Rule, beyond, judge, judged_as
 from .wiring import FORKED, Wiring, contaminated
+from .words import counted
 
 PATTERNS = ("zero", "full", "first", "branch", "every")
 STEPS = 3  # plain decode steps after each commit
@@ -233,11 +235,13 @@ class Search:
         labels = [*range(-rows, 0), *self.path][-rows:]
         got = [_label(*row, known, floor) for row in zip(found, right, labels, strict=True)]
         wrong = [place for place, (label, have) in enumerate(zip(labels, got, strict=True)) if label != have]
-        first = min(wrong, default=0)
+        if not wrong:
+            return f"{name}: rows of the right tokens, wrong in their numbers: {part.error:.2g}, floor {floor:.2g}"
+        first = min(wrong)
         if "?" in got[first:] and part.channel == "keys" and not any(p.channel == "values" for p in self._beside(part)):
             return f"{name}: rows of the right tokens at another position"
         shown = slice(max(first, rows - 8), None)
-        return f"{name}: rows of nodes {_list(got[shown])}, expected {_list(labels[shown])}"
+        return f"{name}: rows of {_owners(got[shown])}, expected {_owners(labels[shown])}"
 
     def _beside(self, part: Part) -> Iterator[Part]:
         return (other for other, _ in self.bad if other.layer == part.layer)
@@ -277,8 +281,16 @@ def _label(row, right, label: int, known: Mapping[int, torch.Tensor], floor: flo
     return best if best is not None and apart[best] <= floor else "?"
 
 
-def _list(labels: Sequence[object]) -> str:
-    return " ".join(map(str, labels))
+def _owners(labels: Sequence[int | str]) -> str:
+    """Whose rows, in words: 'token -1 before the block, nodes 0 4, 1 unknown row'."""
+    kinds = {"?": "unknown row", "zero": "zero row"}
+    parts = []
+    for kind, group in groupby(labels, lambda label: kinds.get(label) or ("token" if label < 0 else "node")):
+        found = list(group)
+        names = f"{kind}{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
+        place = " before the block" if kind == "token" else ""
+        parts.append(counted(len(found), kind) if kind in kinds.values() else f"{names}{place}")
+    return ", ".join(parts)
 
 
 # One path, judged

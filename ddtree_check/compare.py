@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from .trace import TopLogits
+from .tree import DraftTree
 
 CHUNK = 1 << 19  # logits widened at a time: two rows of a 248,320-token vocabulary
 
@@ -50,7 +52,7 @@ class Differences:
 
 
 def measure_any(reference: torch.Tensor | TopLogits, run: torch.Tensor | TopLogits, dtype: torch.dtype) -> Differences:
-    """As `measure`, for rows of which either side may hold the top k only, and of any two floating dtypes.
+    """As `measure`, for rows of which either side may hold the top k only, of any two floating dtypes and devices.
 
     dtype: the dtype that was computed in, whose ulp is meant. With a top k, max_abs and rms are over the ids that both
     hold. Both rows are shifted by their log-sum-exp where it is known, else by the mean of what both hold. An id that
@@ -58,6 +60,7 @@ def measure_any(reference: torch.Tensor | TopLogits, run: torch.Tensor | TopLogi
     rows kl and tv are NaN: they cannot be said. std is over the reference's logits that there are.
     """
     if isinstance(reference, torch.Tensor) and isinstance(run, torch.Tensor):
+        run = run.to(reference.device)
         if reference.dtype != run.dtype:
             wide = torch.promote_types(torch.promote_types(reference.dtype, run.dtype), torch.float32)
             reference, run = reference.to(wide), run.to(wide)
@@ -205,3 +208,9 @@ def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The spacing of `dtype` at |value|, in the dtype of `value`."""
     exponent = torch.frexp(value.double())[1].double() - 1
     return torch.finfo(dtype).eps * torch.exp2(exponent)
+
+
+def row_hashes(logits: torch.Tensor, tree: DraftTree) -> list[bytes]:
+    """A digest of each clean node's logits: bit for bit equality without keeping a second array."""
+    rows = logits[list(tree.clean)].cpu().contiguous().view(torch.uint8).numpy()
+    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]

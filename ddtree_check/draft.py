@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .errors import named
 from .files import json_lines
 from .formats import is_tree, tree_from_json
 from .tree import COMMITTED, DraftTree
@@ -399,10 +400,8 @@ def load_recorded(path: str | Path) -> list[Recorded]:
     """
     found: list[Recorded] = []
     for line, data in json_lines(path):
-        try:
+        with named(f"{path}:{line}"):
             found.append(recorded_from_json(data))
-        except ValueError as error:
-            raise ValueError(f"{path}:{line}: {error}") from None
     return found
 
 

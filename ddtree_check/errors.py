@@ -13,6 +13,15 @@ class Unsupported(Exception):
 
 
 @contextlib.contextmanager
+def named(where: str) -> Iterator[None]:
+    """What is wrong with a part (ValueError) is said with the name of the whole before it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+@contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
     """Readers and writers of files say what is wrong with them (ValueError); here it is known to be the caller's."""
     try:

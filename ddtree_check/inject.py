@@ -18,7 +18,7 @@ from .engines.adapters import ADAPTERS, Swap
 from .errors import Unsupported
 from .sampling import history, process, to_numpy
 from .tree import DraftTree
-from .wiring import BLANK, FORKED, UNFORKED, Wiring
+from .wiring import BLANK, FORKED, UNFORKED, Wiring, with_edge
 
 # Engines with one thing changed
 
@@ -29,19 +29,20 @@ class Faulty:
     forked, unforked   the wiring that really runs when that mode is asked for
     own        the wiring that runs in place of the engine's own multi-token pass
     around     (engine, tree, the wiring that runs) -> a context that every verify pass runs in
-    linear     a function of the logits of the engine's own multi-token pass
+    logits     a function (logits, tree, the wiring that was asked for) of what every verify pass gives
+    linear     the same of the engine's own multi-token pass alone, a function of the logits
     decode     a function (logits, number of the call) of decoded logits
     forward    a function of the logits of full forward passes
     commit     a function (engine, verified, node, the right Prefix) of what a commit stores
     """
 
     def __init__(
-        self, engine, *, forked=FORKED, unforked=UNFORKED, own=None, around=None, linear=None, decode=None,
-        forward=None, commit=None, **claims,
+        self, engine, *, forked=FORKED, unforked=UNFORKED, own=None, around=None, logits=None, linear=None,
+        decode=None, forward=None, commit=None, **claims,
     ):  # fmt: skip
         self._engine, self._wirings = engine, {FORKED: forked, UNFORKED: unforked, None: own}
         self._around, self._linear, self._decode, self._forward = around, linear, decode, forward
-        self._commit, self._calls = commit, 0
+        self._logits, self._commit, self._calls = logits, commit, 0
         self.__dict__.update(claims)
 
     def __getattr__(self, name):
@@ -59,6 +60,8 @@ class Faulty:
                 verified = engine.verify(prefix, tree, real)
         if wiring is None and self._linear:
             verified = replace(verified, logits=self._linear(verified.logits))
+        if self._logits:
+            verified = replace(verified, logits=self._logits(verified.logits, tree, wiring))
         return verified
 
     def decode(self, prefix, tree, *, batched=False):
@@ -142,14 +145,8 @@ def moved_edge(channel: str, node: int, source: int) -> Wiring:
     """The right wiring but for one node of a branching tree, which continues, sees, or stands at, something else."""
 
     def rule(tree):
-        right = getattr(FORKED.plan(tree), channel)
-        if tree.is_chain or len(tree) <= node:
-            return right
-        if channel != "mask":
-            return (*right[:node], source, *right[node + 1 :])
-        wrong = right.copy()
-        wrong[node, source] = not right[node, source]
-        return wrong
+        moves = not tree.is_chain and len(tree) > node
+        return with_edge(tree, channel, node, source) if moves else getattr(FORKED.plan(tree), channel)
 
     return Wiring(f"{channel} of node {node}", **{channel: rule})
 
@@ -184,14 +181,16 @@ def keeps(source: Callable, *channels: str, tree_only: bool = False, share: floa
     return commit
 
 
-def mixed(engine, right, other, channels: Sequence[str], share: float = 1.0):
-    """`right` with `share` of some channels of `other`, both Prefixes of the transformers engine."""
+def mixed(engine, right, other, channels: Sequence[str], share: float = 1.0, layer: int | None = None):
+    """`right` with `share` of some channels of `other`, Prefixes of the transformers engine; in one layer or in all."""
     cache = engine.caches.fork(right.cache)
 
     def blend(mine, theirs):
         return theirs.clone() if share == 1 else torch.lerp(mine, theirs, share)
 
-    for mine, theirs in zip(cache.layers, other.cache.layers, strict=True):
+    for index, (mine, theirs) in enumerate(zip(cache.layers, other.cache.layers, strict=True)):
+        if layer not in (None, index):
+            continue
         for channel, name in (("recurrent", "recurrent_states"), ("conv", "conv_states")):
             if channel in channels and hasattr(theirs, name):
                 held = getattr(mine, name)
@@ -532,13 +531,24 @@ def states_of_first(engine, *channels: str) -> Callable:
     return change
 
 
-def keys_alone(engine) -> Callable:
-    """For `reorder`: the keys are permuted, the states stay where they were."""
+def states_of_next(engine, *channels: str, layer: int) -> Callable:
+    """For `verify`: every request starts from what the next one carries in this layer."""
+
+    def change(right, prefixes, *args, **kwargs):
+        others = (*prefixes[1:], *prefixes[:1])
+        wrong = [mixed(engine, own, other, channels, layer=layer) for own, other in zip(prefixes, others, strict=True)]
+        return right(wrong, *args, **kwargs)
+
+    return change
+
+
+def left_behind(engine, *channels: str) -> Callable:
+    """For `reorder`: the rest is permuted, these channels stay where they were."""
 
     def change(right, prefixes, order):
         found = right(prefixes, order)
         stay = (prefixes[place % len(prefixes)] for place in range(len(found)))
-        return [mixed(engine, new, old, ("recurrent", "conv")) for new, old in zip(found, stay, strict=True)]
+        return [mixed(engine, new, old, channels) for new, old in zip(found, stay, strict=True)]
 
     return change
 

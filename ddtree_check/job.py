@@ -19,6 +19,7 @@ from .draft import PUBLISHED, load_recorded
 from .errors import Unsupported, UsageError, usage_errors
 from .families import ALIASES
 from .resources import DRAFTER, EMBEDDED, fixtures_dir
+from .words import counted, option
 
 BUDGET = "16,64"
 SMALL = 100_000_000  # parameters below which a second thread costs more than it brings
@@ -26,14 +27,8 @@ HUMANEVAL = "humaneval"
 RECORDED = "recorded:"
 TRACE = "trace"
 DFLASH = "dflash"
+TRACE_BYTES = 4 << 30  # that a trace may take, unless the caller allows more
 SAMPLED = 16  # leaf paths that the controls take of a drafter's trees, which have many
-FLAGS = {  # settings whose option has another name
-    "budgets": "budget",
-    **{
-        name: name.replace("_", "-")
-        for name in ("top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "vocab_size")
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -49,8 +44,9 @@ class Job:
                prompt file; None is dflash for the embedded model and self for any other
     oracle     run the model in float64 as well
     batch      also run the prompts in batches of these sizes, against each alone
-    trace      with engine trace: the recorded passes to judge;  save_trace  a new folder for every pass that is made
-    settings   the keyword arguments of check.Settings that were chosen, but for its draft
+    trace      with engine trace: the recorded passes to judge;  save_trace  a new folder for every pass that is made;
+               max_bytes  that it may take
+    settings   the keyword arguments of settings.Settings that were chosen, but for its draft
     verb       compare, generate, which runs rounds alone, or sweep, which runs them for every budget and block
     rounds     the keyword arguments of rounds.Rounds; None for no rounds;  journal  a file of finished prompts
     blocks     sizes of a draft block that a sweep tries; None for the drafter's own
@@ -72,6 +68,7 @@ class Job:
     batch: tuple[int, ...] = ()
     trace: str | None = None
     save_trace: str | None = None
+    max_bytes: int = TRACE_BYTES
     settings: Mapping[str, object] = field(default_factory=dict)
     verb: str = "compare"
     rounds: Mapping[str, object] | None = None
@@ -84,17 +81,17 @@ class Job:
         chosen = {name: getattr(self, name) for name, default in vars(Job()).items() if getattr(self, name) != default}
         prompts, own = chosen.pop("only", ()), chosen.pop("engine_args", ())
         place = [chosen.pop("trace")] if "trace" in chosen else []
-        for name in ("verb", "save_trace"):
+        for name in ("verb", "save_trace", "max_bytes"):
             chosen.pop(name, None)
         settings = {**chosen.pop("settings", {}), **(chosen.pop("rounds", None) or {})}
         if self.engine == TRACE or self.tree is not None:  # such a tree has the size that it has
             settings.pop("budgets", None)
-        flags = FLAGS | ({"budgets": "budgets"} if self.verb == "sweep" else {})
-        for name, value in (chosen | {flags.get(name, name): value for name, value in settings.items()}).items():
+        for name, value in (chosen | settings).items():
+            flag = "--budgets" if (self.verb, name) == ("sweep", "budgets") else f"--{option(name)}"
             if value is True:
-                words.append(f"--{name}")
+                words.append(flag)
                 continue
-            words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+            words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         for prompt in prompts:
             words += ["--only", prompt]
         for pair in own:
@@ -174,10 +171,11 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
 
 def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     from .batch import batch_runs, check_sizes
-    from .check import Item, Settings, check, fits
-    from .engines import load_engine, load_options, loading
+    from .check import check
+    from .engines import find_engine, load_engine, load_options, loading
     from .replay import writer_for
     from .rounds import Rounds, attach, generate, make_record
+    from .settings import Item, Settings, fits
     from .sweep import sweep
 
     draft = draft_source(job)
@@ -187,7 +185,8 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     loading.parse_dtype(job.dtype, None)
     progress(0, len(prompts), f"looking for {job.model or EMBEDDED}")
     source = loading.resolve(job.model)
-    config = loading.load_config(job.model, source, job.weights).get_text_config(decoder=True)
+    read = getattr(find_engine(job.engine), "load_config", loading.load_config)
+    config = read(job.model, source, job.weights).get_text_config(decoder=True)
     tokenizer, origin = _tokenizer(job, source, any(prompt.text is not None for _, prompt in prompts))
     check_sizes(job.batch, len(prompts))
     items = []
@@ -196,7 +195,13 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
         items.append(Item(prompt.id, tokens, tree, recorded))
         room = getattr(config, "max_position_embeddings", None)
         fits(items[-1], settings, config.vocab_size, room, rounds=job.verb == "generate")
-    largest = max(_rows(item, settings) for item in items)
+    rounds = None if job.rounds is None else Rounds(**job.rounds, stop=_stop_tokens(config, tokenizer))
+    idle = [mode for mode in settings.require if job.verb == "generate" and mode not in rounds.modes]
+    if idle:
+        raise UsageError(
+            f"require: got {idle[0]}, which is none of --modes {','.join(rounds.modes)}; run it too, or require others"
+        )
+    largest = max(rows for item in items for rows in _tree_rows(item, settings))
     own = load_options(job.engine, args=engine_args(job.engine_args), tp=job.tp, rows=largest)
     engine = load_engine(
         job.engine,
@@ -211,15 +216,14 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     model = {**getattr(engine, "provenance", {}), "tokenizer": origin}
     if settings.draft == DFLASH and tree is None:
         items, model["drafter"] = _with_drafter(job, draft, engine, items)
-    rounds = None
     with few_threads(model):
+        if job.save_trace:
+            _expect_room(job, engine, items, settings)
         if job.verb == "sweep":
-            rounds = Rounds(**job.rounds, stop=_stop_tokens(config, tokenizer))
             blocks = job.blocks or (_block(items, settings),)
             record = sweep(engine, items, settings, rounds, blocks, model=model, progress=progress)
             return record | {"command": job.command()}
-        if job.rounds is not None:
-            rounds = Rounds(**job.rounds, stop=_stop_tokens(config, tokenizer))
+        if rounds is not None:
             rounds = generate(engine, items, settings, rounds, journal=job.journal, progress=progress)
         if job.verb == "generate":
             found = make_record(engine, rounds, settings, model)
@@ -279,14 +283,29 @@ def _block(items: Sequence, settings) -> int:
     return 1 + min([settings.length, *(item.drafter.length for item in items if item.drafter is not None)])
 
 
-def _rows(item, settings) -> int:
-    """The rows of the largest tree that a prompt will get, its root included."""
+def _tree_rows(item, settings) -> list[int]:
+    """At most so many rows has each tree that a prompt will get, its root included."""
     given = item.tree or (item.recorded if hasattr(item.recorded, "parents") else None)
     if given is not None:
-        return len(given)
+        return [len(given)]
     if isinstance(item.recorded, tuple):
-        return max(map(len, item.recorded))
-    return 1 + (max(settings.budgets) if settings.shape is None else len(PUBLISHED[settings.shape].split()))
+        return list(map(len, item.recorded))
+    budgets = settings.budgets if settings.shape is None else [len(PUBLISHED[settings.shape].split())]
+    return [1 + budget for budget in budgets]
+
+
+def _expect_room(job: Job, engine, items: Sequence, settings) -> None:
+    """Raises UsageError for a trace that would take more than `max_bytes`, before any of it is written."""
+    from .passes import trace_bytes
+
+    if job.max_bytes < 1:
+        raise UsageError(f"max-bytes: got {job.max_bytes}, expected a number of at least 1")
+    needed = trace_bytes(settings.whole(engine), items, settings, [_tree_rows(item, settings) for item in items])
+    if needed > job.max_bytes:
+        raise UsageError(
+            f"save-trace: {needed:,} bytes would be written for {counted(len(items), 'prompt')}, expected at most "
+            f"{job.max_bytes:,}; take fewer prompts, smaller budgets or a larger --max-bytes"
+        )
 
 
 def _run_trace(job: Job, progress) -> dict:
@@ -294,20 +313,21 @@ def _run_trace(job: Job, progress) -> dict:
     from .trace import read_trace
 
     free = {"budgets", "seed", "require"}
-    useless = [FLAGS.get(name, name) for name in job.settings if name not in free]
+    useless = [name for name in job.settings if name not in free]
     useless += [
         name
-        for name in ("tree", "draft", "oracle", "batch", "rounds", "journal", "save_trace")
+        for name in ("tree", "draft", "oracle", "batch", "rounds", "journal", "save_trace", "max_bytes")
         if getattr(job, name) != getattr(Job(), name)
     ]
     if useless or job.verb != "compare":
-        raise UsageError(f"{(useless or [job.verb])[0]}: says nothing of passes that were recorded; leave it out")
+        what = option((useless or [job.verb])[0])
+        raise UsageError(f"{what}: says nothing of passes that were recorded; leave it out")
     trace = read_trace(job.trace)
     with quiet_libraries():
-        from .check import Settings
         from .engines import load_engine, loading
         from .engines.trace import TraceEngine
         from .replay import judge_trace
+        from .settings import Settings
 
         steps = _select_steps(job, trace)
         settings = Settings(**{name: value for name, value in job.settings.items() if name in free})

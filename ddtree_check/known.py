@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from .errors import named
 from .files import read_text
 from .resources import fixtures_dir
 from .verdict import MODES, ModeResult
@@ -27,6 +28,7 @@ class KnownFailure:
     cause: str
     see: str
     measured: str
+    explained: str = ""
 
     def __post_init__(self):
         for field in fields(self):
@@ -54,6 +56,7 @@ def load_known(path: Path | None = None) -> tuple[KnownFailure, ...]:
     """All entries. Raises ValueError naming the entry and what is wrong with it."""
     path = path or fixtures_dir() / "known_failures.toml"
     names = {field.name for field in fields(KnownFailure)}
+    needed = names - {"explained"}
     found = []
     try:
         entries = tomllib.loads(read_text(path)).get("failure", [])
@@ -62,28 +65,37 @@ def load_known(path: Path | None = None) -> tuple[KnownFailure, ...]:
     if not isinstance(entries, list):
         raise ValueError(f"{path}: failure is {entries!r:.60}, expected [[failure]] entries")
     for number, entry in enumerate(entries, start=1):
-        if not isinstance(entry, dict) or entry.keys() != names:
+        if not isinstance(entry, dict) or not needed <= entry.keys() <= names:
             got = ", ".join(entry) if isinstance(entry, dict) else repr(entry)
-            raise ValueError(f"{path}: entry {number} has {got}; expected {', '.join(sorted(names))}")
+            raise ValueError(f"{path}: entry {number} has {got}; expected {', '.join(sorted(needed))}")
         if not isinstance(entry["families"], list):
             raise ValueError(f"{path}: entry {number}: families {entry['families']!r:.60}, expected a list")
-        try:
+        with named(f"{path}: entry {number}"):
             found.append(KnownFailure(**entry | {"families": tuple(entry["families"])}))
-        except ValueError as error:
-            raise ValueError(f"{path}: entry {number}: {error}") from None
     return tuple(found)
 
 
-def excuse(cases: Sequence[dict[str, ModeResult]], known: Sequence[KnownFailure]) -> list[dict[str, ModeResult]]:
-    """The cases' results with known failures named; one that no longer fails anywhere becomes the failure."""
+def excuse(
+    cases: Sequence[dict[str, ModeResult]], known: Sequence[KnownFailure], findings: Sequence = ()
+) -> list[dict[str, ModeResult]]:
+    """The cases' results with known failures named; one that no longer fails anywhere becomes the failure.
+
+    findings: each `attribution.Finding` of the run. Where one says that a mode's logits are not those of the wiring
+    that the entry is `explained` by, this is another failure, and stays one.
+    """
     cases = [dict(case) for case in cases]
     for entry in known:
+        seen = {found.explained for found in findings if found.mode == entry.mode and found.nodes}
+        other = bool(entry.explained) and not seen <= {entry.explained}
         judged = [case for case in cases if entry.mode in case and case[entry.mode].verdict in ("pass", "fail")]
         fails = [case for case in judged if case[entry.mode].verdict == "fail" and case[entry.mode].finite]
         judged = [case for case in judged if case[entry.mode].verdict == "pass"]
         for case in fails or judged:
             result = case[entry.mode]
-            if fails:
+            if fails and other:
+                reason = f"{result.reason}; not {entry.id}: its logits are not those of {entry.explained}"
+                case[entry.mode] = replace(result, reason=reason)
+            elif fails:
                 case[entry.mode] = ModeResult("known_failure", result.verdicts, f"{entry.id}: {entry.cause}")
             else:
                 reason = f"known failure {entry.id} no longer fails; take it out of known_failures.toml"

@@ -13,8 +13,8 @@ from _pytest.mark.expression import Expression
 
 from .errors import Unsupported, UsageError
 from .job import BUDGET, Job, case_ids, run, whole_numbers
-from .report.terminal import layout, mode_verdict, node_table, remarks, verdict_line, worst_nodes
-from .report.text import plain
+from .report.terminal import case_where, layout, mode_verdict, node_table, remarks, verdict_line, worst_nodes
+from .report.text import GREEN, plain
 
 REQUIRED = ("linear", "tree_forked")
 OPTIONS = {  # option -> default, help
@@ -148,9 +148,10 @@ class CaseItem(LeakageItem):
     def problems(self, record: dict) -> Iterator[str]:
         case = next(case for case in record["cases"] if case["id"] == self.case)
         result = case["modes"][self.mode]
-        if result["verdict"] in ("pass", "known_failure"):
+        if result["verdict"] in GREEN:
             return
         yield f"{plain(self.case)}: {self.mode}: {mode_verdict(record, case, self.mode)}: {result['reason']}"
+        yield from case_where(case, self.mode)
         worst = worst_nodes(case, self.mode)[:5]
         if worst:
             yield layout(node_table("", worst, record["tokens"]), None)

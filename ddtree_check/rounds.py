@@ -18,28 +18,28 @@ import torch
 
 from . import __version__
 from .accept import Accepted, compare_walks, descend
-from .check import Item, Settings, draft_tree, from_drafter, stand_in
 from .commit import compare_contents
 from .compare import measure
 from .draft import (
     Marginals,
-    best_first,
     drafter_says,
     expected_accepts,
     ngram_marginals,
     recorded_to_json,
     surprise,
 )
-from .engines.checked import Checked
+from .drafting import draft_tree, from_drafter, stand_in
 from .errors import Unsupported, UsageError
 from .journal import append_journal, resume_journal
 from .known import load_known
 from .noise import padded_chain
 from .sampled import mode_row
 from .sampling import Sampler, Sampling
+from .settings import Item, Settings
 from .tree import DraftTree
 from .verdict import CONTROL, TEXTS, judged_as
 from .wiring import FORKED, UNFORKED, Conv, State, Wiring, reads
+from .words import counted
 
 SCHEMA = "ddtree-check/rounds/1"
 SHADOW = "shadow"
@@ -105,7 +105,7 @@ def generate(
     the prompts that are finished; a run that was killed goes on after them. Raises UsageError for a journal of another
     run and for a prompt that fills the model's context.
     """
-    engine = Checked(settings.whole(engine))
+    engine = settings.whole(engine)
     for item in items:
         if engine.max_length is not None and len(item.tokens) >= engine.max_length:
             raise UsageError(
@@ -323,11 +323,12 @@ class _Run:
 
     def _drafter_record(self, tree: DraftTree, right: Accepted) -> dict:
         """What the drafter expected of its draft and how much what followed surprised it, whether what it read was
-        polluted, and, in one mode, what plain decoding accepts of an n-gram draft in its place."""
+        polluted, and, in one mode, what plain decoding accepts of an n-gram draft of the same form in its place."""
         ngram = None
         if self.name == _reference(self.rounds) and self._room():
             table = ngram_marginals((*self.item.tokens, *self.text), self._room(), self.engine.vocab_size)
-            ngram = self.ahead.walk(best_first(table, self.settings.budgets[0], root=self.root)).accepted
+            other = draft_tree(table, self.settings, self.settings.budgets[0], self.root)
+            ngram = self.ahead.walk(first_branch(other) if self.mode.verify is None else other).accepted
         followed = [*tree.path_tokens(right.path[-1])[1:], right.bonus]
         excess, variance = surprise(self.table, followed)
         return {
@@ -491,8 +492,8 @@ def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, lay
             margin = "not finite" if first["margin"] is None else f"{first['margin']:.3g}"
             reasons.append(
                 f"rounds: {mode}: {'known_failure' if mode in known else 'fail'} "
-                f"({summary[mode]['off']} of {summary[mode]['rounds']} rounds left plain decoding, first in prompt "
-                f"{first['prompt']}, round {first['round']}, token {first['position']}, node {first['node']}, "
+                f"({summary[mode]['off']} of {counted(summary[mode]['rounds'], 'round')} left plain decoding, first in "
+                f"prompt {first['prompt']}, round {first['round']}, token {first['position']}, node {first['node']}, "
                 f"margin {margin})"
             )
             reasons.append(f"rounds: {mode}: alarm: it {summary[mode]['alarm']}; its acceptance is withheld")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .draft import shape
-from .errors import usage_errors
+from .errors import named, usage_errors
 from .files import parse_json, read_text
 from .tree import COMMITTED, DraftTree, ancestors
 
@@ -107,10 +107,8 @@ def read_script(path: str | Path) -> Script:
     """A script by its file. Raises UsageError, in one line, naming the entry and what was expected."""
     with usage_errors():
         data = parse_json(read_text(path), str(path))
-        try:
+        with named(str(path)):
             return _script(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
 
 
 def _script(data: object) -> Script:

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from . import __version__, inject
 from .batch import batch_runs
-from .check import Item, Settings, check
+from .check import check
 from .dflash import load as load_drafter
 from .draft import shape
 from .draft_faults import shifted_block, wrong_layers
@@ -29,10 +29,12 @@ from .engines.trace import TraceEngine
 from .engines.transformers import TransformersEngine
 from .errors import Unsupported, UsageError, usage_errors
 from .inject import Faulty, Remembered, keeps
+from .kinds import KINDS
 from .plan import plan
 from .replay import judge_trace, record_trace
 from .resources import DRAFTER, EMBEDDED
 from .rounds import Rounds, generate
+from .settings import Item, Settings
 from .tiny import SHAPES
 from .tree import DraftTree
 from .verdict import CONTROL
@@ -40,23 +42,6 @@ from .wiring import FORKED, Wiring
 
 SCHEMA = "ddtree-check/selftest/1"
 PROMPT = 24  # tokens of a drawn prompt
-KINDS = {
-    "K1": "rollback or commit missing",
-    "K2": "wrong commit index",
-    "K3": "branch leakage",
-    "K4": "convolution window",
-    "K5": "attention geometry",
-    "K6": "capacity",
-    "K7": "static graph, stale metadata",
-    "K8": "rows or requests mixed",
-    "K9": "carried state lost",
-    "K10": "padding pollution",
-    "K11": "numerics, explained",
-    "K12": "selection",
-    "K13": "report or artefact",
-    "N": "not a fault of verify",
-    "S": "sensitivity",
-}
 
 # 0 ─┬─ 1 ── 2 ── 3        depth first: on the first branch, node and depth are the same number
 #    ├─ 4 ─┬─ 5 ── 6
@@ -259,9 +244,9 @@ def _drafted(make: Callable) -> Seen:
     engine = load_engine("transformers", None, device="cpu")
     drafter = make(load_drafter(DRAFTER, engine))
     engine.read_features(drafter.spec.layers)
-    items = [replace(_item(engine, "drawn", seed), tree=None, drafter=drafter) for seed in range(3)]
+    items = [replace(_item(engine, "drawn", seed), tree=None, drafter=drafter) for seed in range(6)]
     modes = (LINEAR, FORK)
-    rounds = generate(engine, items, Settings(draft="dflash", budgets=(12,)), Rounds(rounds=6, modes=modes))
+    rounds = generate(engine, items, Settings(draft="dflash", budgets=(12,)), Rounds(rounds=20, modes=modes))
     found: Seen = {}
     for mode in modes:
         run = rounds["summary"][mode]
@@ -409,9 +394,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("K2", "the state at the accepted length", _stored(inject.wired(commit="flat"), "recurrent"), TREE_COMMIT,
           Where(6, 0, "recurrent", "committed state is node 3's, expected node 6's"), model="bamba", accept=PATHS),
     Fault("K2", "every row at the accepted length, bf16", _forked("commit=flat"), TREE_COMMIT,
-          Where(6, 0, "conv", "rows of nodes"), dtype="bfloat16", accept=PATHS),
+          Where(6, 0, "conv", "window: rows of "), dtype="bfloat16", accept=PATHS),
     Fault("K2", "the window at the accepted length", _stored(inject.wired(commit="flat"), "conv"), TREE_COMMIT,
-          Where(6, 0, "conv", "rows of nodes"), model="lfm2", accept=PATHS),
+          Where(6, 0, "conv", "window: rows of "), model="lfm2", accept=PATHS),
     # K3: a branch reads another branch's state
     Fault("K3", "states in row order", _forked("state=flat"), RED,
           Where(SIDE, 0, "state", "whose state came from node 3")),
@@ -435,9 +420,9 @@ FAULTS: tuple[Fault, ...] = (
         red={"tree": "refused"}),
     # K4: the window
     Fault("K4", "windows at the end of the block", _stored(inject.block_end, "conv"), TREE_COMMIT,
-          Where(0, 0, "conv", "rows of nodes"), accept=PATHS),
+          Where(0, 0, "conv", "window: rows of "), accept=PATHS),
     Fault("K4", "windows are slices of the row buffer", _stored(inject.wired(conv="flat"), "conv"), TREE_COMMIT,
-          Where(6, 0, "conv", "rows of nodes"), model="bamba", accept=PATHS),
+          Where(6, 0, "conv", "window: rows of "), model="bamba", accept=PATHS),
     Fault("K4", "windows are not rolled back", _stored(inject.before, "conv"), TREE_COMMIT,
           Where(0, 0, "conv", "unchanged by the accept"), model="lfm2", accept=PATHS),
     Fault("K4", "windows in row order, bf16", _forked("conv=flat"), RED,
@@ -452,7 +437,7 @@ FAULTS: tuple[Fault, ...] = (
           Where(6, 3, "mask", "does not see node 5")),
     Fault("K5", "a causal mask, no recurrence", _forked("mask=flat"), RED, Where(SIDE, 0, "mask"), model="mistral"),
     Fault("K5", "the first rows of the keys are kept", _stored(inject.wired(commit="flat"), "keys"), TREE_COMMIT,
-          Where(6, 3, "keys", "keys: rows of nodes 1 2 3, expected 4 5 6"), accept=PATHS),
+          Where(6, 3, "keys", "keys: rows of nodes 1 2 3, expected nodes 4 5 6"), accept=PATHS),
     Fault("K5", "a causal mask, bf16", _forked("mask=flat"), RED, Where(channel="mask"), dtype="bfloat16",
           trees=("random 24",), seed=5),
     # K6: capacity
@@ -476,7 +461,8 @@ FAULTS: tuple[Fault, ...] = (
           {"canary, batch of 2": "fail", "canary, batch of 1": "fail"} | SPOILT, Where(layer=0, channel="recurrent"),
           run="batch", model="qwen3_5_text"),
     # K8: rows or requests mixed
-    Fault("K8", "rows are permuted, states are not", _in_batches(reorder=inject.keys_alone),
+    Fault("K8", "rows are permuted, states are not",
+          _in_batches(reorder=lambda e: inject.left_behind(e, "recurrent", "conv")),
           {"reorder, batch of 2": "fail"}, Where(layer=0), run="batch", model="qwen3_5_text"),
     Fault("K8", "every request starts from the first one's state",
           _in_batches(verify=lambda e: inject.states_of_first(e, "recurrent")),

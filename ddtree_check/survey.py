@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from .check import Item, Settings, check
+from .check import check
 from .compare import measure
 from .draft import shape
 from .engines.loading import build_random, parse_dtype, pick_device
 from .engines.transformers import TransformersEngine
+from .settings import Item, Settings
 from .tiny import SHAPES, VOCAB
 from .wiring import Wiring, contaminated
 

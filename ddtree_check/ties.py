@@ -1,4 +1,4 @@
-"""Equal largest logits, who takes which, and columns that are no tokens: what looks like a fault and is none."""
+"""Equal largest logits, who takes which, and padding left out in one run alone: what looks like a fault and is none."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from .compare import Differences
 from .tree import DraftTree
 from .verdict import MODES, ModeResult
+from .words import counted
 
 MOST = 16  # ids of one tie that are listed
 
@@ -41,7 +42,7 @@ class Ties:
             return result
         node = min(wrong)
         text = f"it chose token {wrong[node][0]} at node {node}, its own logits put {wrong[node][1]} first"
-        text += f" ({len(wrong)} such nodes)"
+        text += f" ({counted(len(wrong), 'such node')})"
         reason = f"raw pass, {text}" if result.verdict == "pass" else f"{result.reason}; {text}"
         return ModeResult("fail", result.verdicts, reason, finite=False)
 
@@ -124,49 +125,3 @@ class TieTrack:
 
     def finish(self) -> Ties:
         return Ties(self._equal, self._rules, self._misread, self._absent)
-
-
-class Vocabulary:
-    """An engine whose logits are cut to the first `size` columns in every pass: what follows them is padding. Some
-    engines pad in one kind of pass and not in another."""
-
-    def __init__(self, engine, size: int):
-        self._engine, self.vocab_size = engine, size
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def prefill(self, tokens):
-        return self._prefix(self._engine.prefill(tokens))
-
-    def commit(self, verified, node):
-        return self._prefix(self._engine.commit(verified, node))
-
-    def step(self, prefix, token):
-        logits, after = self._engine.step(prefix, token)
-        return self._cut(logits), self._prefix(after)
-
-    def decode(self, prefix, tree, **how):
-        return self._cut(self._engine.decode(prefix, tree, **how))
-
-    def verify(self, prefix, tree, wiring):
-        verified = self._engine.verify(prefix, tree, wiring)
-        cut = self._cut(verified.logits)
-        if cut is not verified.logits:
-            verified.logits = cut
-        return verified
-
-    def forward(self, paths, keep):
-        return self._cut(self._engine.forward(paths, keep))
-
-    def exact(self):
-        return Vocabulary(self._engine.exact(), self.vocab_size)
-
-    def _prefix(self, prefix):
-        cut = self._cut(prefix.logits)
-        return prefix if cut is prefix.logits else replace(prefix, logits=cut)
-
-    def _cut(self, logits):
-        """Without the padding; what has none, or is no logits at all, is the caller's to look at."""
-        wide = isinstance(logits, torch.Tensor) and logits.ndim and logits.shape[-1] > self.vocab_size
-        return logits[..., : self.vocab_size] if wide else logits

@@ -92,6 +92,17 @@ UNFORKED = Wiring("tree_unforked", state="flat", conv="flat")  # the defect we l
 MODES = {wiring.name: wiring for wiring in (FORKED, UNFORKED)}
 
 
+def with_edge(tree: DraftTree, channel: str, node: int, source: int):
+    """What each node of the right wiring reads in a channel, but for one node, which reads `source`; of the mask, but
+    for one bit."""
+    right = getattr(FORKED.plan(tree), channel)
+    if channel != "mask":
+        return (*right[:node], source, *right[node + 1 :])
+    wrong = right.copy()
+    wrong[node, source] = not right[node, source]
+    return wrong
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A Wiring on one tree: what every node reads. Links are checked: a row may only read earlier rows."""

@@ -36,6 +36,11 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
 
 
+def nan_at_the_root(logits: torch.Tensor, tree: DraftTree, wiring) -> torch.Tensor:
+    """For `Faulty(engine, logits=...)`."""
+    return torch.cat([torch.full_like(logits[:1], torch.nan), logits[1:]])
+
+
 def off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Largest |difference| of each row; inf where there is a NaN."""
     return torch.nan_to_num((a.double() - b.double()).abs(), nan=torch.inf).amax(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from ddtree_check.check import Item, Settings, check
 from ddtree_check.errors import Unsupported
 from ddtree_check.inject import Faulty, keeps
 from ddtree_check.noise import chain_run
+from ddtree_check.report.html import render as page
 from ddtree_check.report.terminal import render, render_case, render_node
 from ddtree_check.tree import DraftTree
 from ddtree_check.verdict import Rule
@@ -210,6 +212,9 @@ def test_a_red_required_mode_is_looked_into_by_itself_and_a_green_run_is_not():
     assert found["mode"] == "tree_forked" and found["entry"]["layer"] == 0 and found["first"]["4"] == 0
     line = f"Where (tree_forked in p/tree, 6 beyond): {found['text']}."
     assert line in render(record) and line in render_case(record, record["cases"][0])
+    assert f"<p>{html.escape(line)}</p>" in page(record).partition("<h3>")[0]  # beside the verdict, above all tables
+    said = render(record).splitlines()
+    assert said[said.index(line) - 1].startswith("Because: tree_forked: fail") and len(said) - said.index(line) < 5
     node = render_node(record, record["cases"][0], 4)
     assert line in node and "tree_forked is off here from layer 0 on" in node
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ddtree_check import batch as module
+from ddtree_check import inject
 from ddtree_check.batch import batch_runs, compositions
 from ddtree_check.check import Item, Settings
 from ddtree_check.commit import compare_contents
 from ddtree_check.engines import batched, transformers
 from ddtree_check.engines.adapters import gated_delta
 from ddtree_check.errors import Unsupported, UsageError
+from ddtree_check.inject import Faulty
 from ddtree_check.mixers import causal_conv, decay
 from ddtree_check.report.terminal import batch_blocks, titled
 from ddtree_check.tree import DraftTree
 from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Plans
-from tests import batch_faults as faults
-from tests.batch_faults import Host
 from tests.models import engine, make_engine, off, prompt, tree
 
 ITEMS = [
@@ -173,22 +174,19 @@ def test_a_size_without_prompts_is_refused(sizes):
 
 
 @pytest.mark.parametrize(
-    ("layer", "name", "channel"),
-    [
-        (0, "recurrent_states", "recurrent"),
-        pytest.param(2, "recurrent_states", "recurrent", marks=pytest.mark.slow),
-        (1, "conv_states", "conv"),
-    ],
+    ("layer", "channel"), [(0, "recurrent"), pytest.param(2, "recurrent", marks=pytest.mark.slow), (1, "conv")]
 )
-def test_a_neighbours_state_is_named_by_request_node_layer_and_channel(layer, name, channel):
-    found = run(Host(engine("qwen3_5_text"), {"verify": faults.neighbours_state(layer, name)}))
+def test_a_neighbours_state_is_named_by_request_node_layer_and_channel(layer, channel):
+    host = engine("qwen3_5_text")
+    wrong = inject.batched(host, verify=inject.states_of_next(host, channel, layer=layer))
+    found = run(wrong)
     verify = [finding for finding in found["findings"] if finding["check"] == "verify"]
     assert found["exit_code"] == 1 and {finding["request"] for finding in verify} == {"some", "one"}
     assert {(f["node"], f["layer"], f["channel"]) for f in verify} == {(0, layer, channel)}
     assert where(found, "check") == {("verify",), ("commit",)}  # prefill, step, reorder, canary and again stay green
     # The copies of a request have its own state beside them.
     assert not any("beside" in finding["composition"] for finding in found["findings"])
-    assert run(Host(engine("qwen3_5_text"), {"verify": faults.neighbours_state(layer, name)}), (1,))["exit_code"] == 0
+    assert run(wrong, (1,))["exit_code"] == 0
 
 
 def test_one_requests_gate_for_all_spares_the_first(monkeypatch):
@@ -221,7 +219,20 @@ def test_the_same_in_our_tree_path(monkeypatch):
 
 
 def test_an_idle_row_that_writes_a_live_slot_is_named_with_the_slot():
-    found = run(Host(engine("qwen3_5_text"), {"verify": faults.idle_writes_a_live_slot}))
+    host, pool = engine("qwen3_5_text"), []
+
+    def prefill(tokens):
+        pool.append(host.prefill(tokens))
+        return pool[-1]
+
+    def writes(right, prefixes, trees, wiring, **how):
+        found = right(prefixes, trees, wiring, **how)
+        if how.get("idle") and len(prefixes) > 1:
+            batch = [prefix.cache for prefix in prefixes]
+            next(prefix for prefix in pool if prefix.cache not in batch).cache.layers[1].recurrent_states[0].zero_()
+        return found
+
+    found = run(inject.batched(Faulty(host, prefill=prefill), verify=writes))
     (finding,) = found["findings"]
     assert found["exit_code"] == 1 and finding["request"] == module.OUTSIDER
     assert (finding["check"], finding["layer"], finding["channel"]) == ("canary", 1, "recurrent")
@@ -232,7 +243,8 @@ def test_an_idle_row_that_writes_a_live_slot_is_named_with_the_slot():
 
 
 def test_rows_that_move_without_their_recurrent_states():
-    found = run(Host(engine("qwen3_5_text"), {"reorder": faults.recurrent_rows_stay}), (3,), ITEMS)
+    host = engine("qwen3_5_text")
+    found = run(inject.batched(host, reorder=inject.left_behind(host, "recurrent")), (3,), ITEMS)
     assert found["exit_code"] == 1 and where(found, "check") == {("reorder",)}
     assert where(found, "composition") == {("permuted",), ("forked",)}  # rows that keep their place are right: greedy
     assert where(found, "layer", "channel") == {(0, "recurrent")}
@@ -292,7 +304,7 @@ def test_state_that_is_kept_outside_of_a_prefix_shows_when_a_runs_again():
         left[0] = 1e-5 * prefix.length
         return found
 
-    found = run(Host(host, verify=verify))
+    found = run(Faulty(host, verify=verify))
     assert found["exit_code"] == 1 and where(found, "check") == {("again",)}
     (finding,) = found["findings"]
     assert finding["request"] == "one" and finding["node"] == 0
@@ -302,44 +314,55 @@ def test_state_that_is_kept_outside_of_a_prefix_shows_when_a_runs_again():
 def test_another_order_of_sums_is_explained_by_the_width_and_nothing_above_it():
     host, size = engine("qwen3_5_text"), 3e-3
 
-    def forward(paths, keep):
-        logits = host.forward(paths, keep)
-        return logits + faults.jitter(logits, size) if len(paths) > 1 else logits
+    def jittered(size, logits):
+        draw = torch.Generator().manual_seed(0)
+        return logits + size * (2 * torch.rand(logits.shape[-1], generator=draw) - 1)
 
-    hooks = {"verify": faults.noisy(size)}
-    explained = run(Host(host, hooks, forward=forward))
+    def noisy(size):
+        """As soon as a pass has more than one request; equal for all, and the same in every run."""
+
+        def verify(right, prefixes, trees, wiring, **how):
+            found = right(prefixes, trees, wiring, **how)
+            wide = len(prefixes) + how.get("idle", 0) > 1
+            return [replace(v, logits=jittered(size, v.logits)) for v in found] if wide else found
+
+        return verify
+
+    wide = Faulty(host, forward=lambda logits: jittered(size, logits) if len(logits) > 1 else logits)
+    explained = run(inject.batched(wide, verify=noisy(size)))
     assert explained["exit_code"] == 0 and explained["findings"] == [], explained["verdict"]["reasons"]
     (check,) = (c for c in explained["checks"] if c["check"] == "verify")
     assert size / 2 < check["largest"] <= check["floor"]
-    assert run(Host(host, hooks))["exit_code"] == 1  # the same, where the width alone costs nothing
-    above = run(Host(host, {"verify": faults.noisy(100 * size)}, forward=forward))
+    alone = run(inject.batched(host, verify=noisy(size)))
+    assert alone["exit_code"] == 1  # the same, where the width alone costs nothing
+    above = run(inject.batched(wide, verify=noisy(100 * size)))
     assert above["exit_code"] == 1 and where(above, "check") == {("verify",)}
 
 
 def test_a_pass_that_breaks_down_or_is_refused_is_found():
-    def breaks(host, right, *args, **kwargs):
+    def breaks(right, *args, **kwargs):
         raise RuntimeError("sizes of tensors\nmust match")
 
-    def refuses(host, right, *args, **kwargs):
+    def refuses(right, *args, **kwargs):
         raise Unsupported("no steps of several requests")
 
-    found = run(Host(engine("qwen3_5_text"), {"step": breaks}))
+    found = run(inject.batched(engine("qwen3_5_text"), step=breaks))
     assert found["exit_code"] == 1 and where(found, "check", "request") == {("step", "all")}
     assert "the pass broke down: RuntimeError: sizes of tensors must match" in found["verdict"]["reasons"][0]
-    found = run(Host(engine("qwen3_5_text"), {"step": refuses}))
+    found = run(inject.batched(engine("qwen3_5_text"), step=refuses))
     assert found["exit_code"] == 2 and where(found, "verdict") == {("unsupported",)}
     assert found["verdict"]["reasons"][0].startswith("batch: unsupported: step, batch of 2")
 
 
 @pytest.mark.parametrize("number", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_what_is_not_finite_is_never_within(number):
-    def verify(host, right, prefixes, trees, wiring, **how):
+    def verify(right, prefixes, trees, wiring, **how):
         found = right(prefixes, trees, wiring, **how)
         found[-1].logits = found[-1].logits.clone()
         found[-1].logits[2, 7] = number
         return found
 
-    found = run(Host(engine("qwen3_5_text"), {"verify": verify}))
+    found = run(inject.batched(engine("qwen3_5_text"), verify=verify))
     assert found["exit_code"] == 1 and where(found, "node", "error") == {(2, None)}
     assert json.dumps(found, allow_nan=False)
 

@@ -10,10 +10,13 @@ import torch
 from ddtree_check.check import Item, Settings, check
 from ddtree_check.cli import main
 from ddtree_check.draft import Marginals
+from ddtree_check.engines import load_engine
 from ddtree_check.errors import Unsupported, UsageError
 from ddtree_check.inject import Faulty
 from ddtree_check.known import KnownFailure
 from ddtree_check.report.record import write_record
+from ddtree_check.report.terminal import remarks
+from ddtree_check.resources import fixtures_dir
 from ddtree_check.tree import DraftTree
 from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Wiring
 from tests.models import VOCAB, engine, prompt, tree
@@ -64,6 +67,25 @@ def test_smaller_budgets_share_the_reference_of_larger_ones(record):
     small, large = record["cases"][:2]
     assert (len(small["nodes"]), len(large["nodes"])) == (9, 25)
     assert [node["ar"] for node in small["nodes"]] == [node["ar"] for node in large["nodes"][:9]]
+
+
+def test_positions_two_too_far_show_over_eight_prompts_where_no_node_shows_them():
+    """bfloat16 rounds more than two attention layers of eight move a row by, but not at every node of every prompt."""
+    host = load_engine("transformers", str(fixtures_dir() / "models" / "tiny-qwen3_5"), dtype="bfloat16", device="cpu")
+    far = Wiring("far", positions=lambda t: tuple(depth + 2 * (depth != node) for node, depth in enumerate(t.depth)))
+    items = [Item(f"p{seed}", prompt(12, seed), tree=tree("random", 8, seed=seed)) for seed in range(8)]
+    right, wrong = (check(e, items, Settings()) for e in (host, Faulty(host, forked=far)))
+    for record in (right, wrong):
+        assert [case["modes"]["tree_forked"]["verdict"] for case in record["cases"]] == ["pass"] * 8
+    assert right["exit_code"] == 0 and right["floor"]["systematic"]["ratio"] < 1.2
+    assert wrong["exit_code"] == 1 and wrong["verdict"]["modes"]["tree_forked"] == "fail"
+    assert "tree_forked: fail (systematically above noise" in wrong["verdict"]["reasons"][0]
+    assert "prompts, within 1.4; one wrong" in remarks(right) and "prompts, beyond 1.4; one wrong" in remarks(wrong)
+    few = check(host, items[:2], Settings())
+    assert few["exit_code"] == 0 and not few["floor"]["systematic"]["judged"]
+    assert "not judged" in remarks(
+        few
+    ) and "2 prompts with noise to compare with, 3 are needed; in bfloat16 wrong positions" in remarks(few)
 
 
 FAULTS = [
@@ -144,17 +166,13 @@ def test_a_control_that_leaks_elsewhere_proves_nothing_either():
 
 def test_one_bit_in_a_clean_node_is_seen():
     """Clean nodes of the two wirings must agree bit for bit: no tolerance."""
-    host = Faulty(engine("qwen3_5_text"))
-    run = host.verify
 
-    def verify(prefix, tree, wiring):
-        verified = run(prefix, tree, wiring)
+    def one_bit(logits, tree, wiring):
         if wiring is UNFORKED:
-            row = verified.logits[0]
-            row[3] = torch.nextafter(row[3], torch.tensor(torch.inf))
-        return verified
+            logits[0, 3] = torch.nextafter(logits[0, 3], torch.tensor(torch.inf))
+        return logits
 
-    host.verify = verify
+    host = Faulty(engine("qwen3_5_text"), logits=one_bit)
     record = check(host, ITEMS[:1], SETTINGS)
     assert record["exit_code"] == 2 and not record["cases"][0]["leak_law"]["clean_bitwise_equal"]
     # An engine that makes no such claim is not held to it.
@@ -181,16 +199,12 @@ def test_small_and_flat_trees(name):
 
 
 def test_nan_logits_are_never_within_noise():
-    host = Faulty(engine("qwen3_5_text"))
-    run = host.verify
-
-    def verify(prefix, tree, wiring):
-        verified = run(prefix, tree, wiring)
+    def broken(logits, tree, wiring):
         if wiring is not None and not tree.is_chain:
-            verified.logits[-1, 0] = torch.nan
-        return verified
+            logits[-1, 0] = torch.nan
+        return logits
 
-    host.verify = verify
+    host = Faulty(engine("qwen3_5_text"), logits=broken)
     record = check(host, [Item("p", prompt(12), tree=tree("random", 16))], SETTINGS)
     assert record["exit_code"] == 1
     worst = record["cases"][0]["nodes"][-1]["tree_forked"]
@@ -345,6 +359,20 @@ def test_an_oracle_gives_every_mode_an_error_and_finds_the_outlier():
     assert check(bent, ITEMS[:1], SETTINGS, oracle=exact)["oracle"]["ar_is_the_outlier"]
 
 
+@pytest.mark.parametrize(("family", "wiring"), [("mamba", "state from zeros"), ("recurrent_gemma", "conv from zeros")])
+def test_a_known_failure_excuses_no_other_failure_of_its_mode(family, wiring):
+    host = engine(family)
+    record = check(host, ITEMS[:1], SETTINGS)
+    assert record["verdict"]["modes"]["linear"] == "known_failure" and record["exit_code"] == 0
+    assert record["cases"][0]["attribution"] == {}
+    other = Faulty(host, linear=lambda logits: logits + 0.5 * torch.linspace(0, 1, logits.shape[-1]))
+    record = check(other, ITEMS[:1], SETTINGS)
+    reason = record["cases"][0]["modes"]["linear"]["reason"]
+    assert record["exit_code"] == 1 and reason.endswith(f"its logits are not those of {wiring}"), reason
+    assert record["cases"][0]["attribution"].keys() == {"linear"}
+    assert check(other, ITEMS[:1], replace(SETTINGS, attribute=False))["exit_code"] == 0  # nobody looked
+
+
 def test_known_failures_are_named_and_do_not_turn_the_exit_code(monkeypatch):
     entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
     monkeypatch.setattr("ddtree_check.check.load_known", lambda: (entry,))
@@ -353,6 +381,7 @@ def test_known_failures_are_named_and_do_not_turn_the_exit_code(monkeypatch):
     record = check(host, ITEMS[:1], SETTINGS)
     assert record["verdict"]["modes"] == {"linear": "known_failure", "tree_forked": "pass", "tree_unforked": "fail"}
     assert record["exit_code"] == 0 and "bent: bends" in record["cases"][0]["modes"]["linear"]["reason"]
+    assert record["cases"][0]["attribution"] == {}
     healed = Faulty(engine("qwen3_5_text"))
     healed.describe = host.describe
     record = check(healed, ITEMS[:1], SETTINGS)

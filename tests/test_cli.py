@@ -185,10 +185,11 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
     (
         "require",
         "--require forked --tree {in}/good.json",
-        r"require: got \('forked',\), expected some of linear, tree_forked, tree_unforked",
+        "require: got 'forked', expected some of linear, tree_forked, tree_unforked",
         "--require tree_unforked --tree {in}/good.json",
         1,  # and so does the check go red
     ),
+    ("require-nothing", "--require=", "require: got '', expected some of linear", "--require linear", 0),
     ("accept", "--accept most", "accept: got 'most', expected zero, full, first, branch, every or a path", "", 0),
     (
         "accept-path",

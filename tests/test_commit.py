@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from ddtree_check import inject
 from ddtree_check.check import Item, Settings, check
-from ddtree_check.commit import Part, accept_nodes, compare_contents, off, tree_floors
+from ddtree_check.commit import Part, Search, _owners, accept_nodes, compare_contents, off, tree_floors
 from ddtree_check.errors import Unsupported, UsageError
 from ddtree_check.inject import Faulty, keeps
 from ddtree_check.known import KnownFailure
@@ -71,6 +72,12 @@ def test_a_bad_pattern_is_refused(pattern, says):
 
 
 # --- contents, compared -----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_said_by_whose_they_are():
+    assert _owners([-2, -1, 0, "?", "?", "zero", 4]) == (
+        "tokens -2 -1 before the block, node 0, 2 unknown rows, 1 zero row, node 4"
+    )
 
 
 def test_shape_dtype_and_nan_are_never_within_a_floor():
@@ -153,7 +160,8 @@ FAULTS = [
     ),
     pytest.param(
         keeps(inject.block_end, "conv"), {"conv"}, DELTA, {LAST}, SIDE,
-        ["convolution window: rows of nodes -1 0 8 9, expected 0 4 5 6"], id="window-at-the-end-of-the-block",
+        ["convolution window: rows of token -1 before the block, nodes 0 8 9, expected nodes 0 4 5 6"],
+        id="window-at-the-end-of-the-block",
     ),
     pytest.param(
         keeps(BY_DEPTH, "recurrent"), {"recurrent"}, DELTA, {0, 3}, SIDE,
@@ -161,11 +169,11 @@ FAULTS = [
     ),
     pytest.param(
         keeps(inject.wired(conv="flat"), "conv"), {"conv"}, DELTA, {0, 3}, SIDE,
-        ["convolution window: rows of nodes 3 4 5 6, expected 0 4 5 6"], id="windows-overlap-in-the-row-buffer",
+        ["convolution window: rows of nodes 3 4 5 6, expected nodes 0 4 5 6"], id="windows-overlap-in-the-row-buffer",
     ),
     pytest.param(
         keeps(BY_DEPTH, "keys"), {"keys", "values"}, [3], {0, 3}, SIDE,
-        ["keys: rows of nodes 1 2 3, expected 4 5 6"], id="first-rows-of-the-keys",
+        ["keys: rows of nodes 1 2 3, expected nodes 4 5 6"], id="first-rows-of-the-keys",
     ),
     pytest.param(
         keeps(inject.rounded, "recurrent"), {"recurrent"}, DELTA, set(), SIDE,
@@ -218,6 +226,19 @@ def test_a_replay_without_keys_is_wrong_above_the_first_attention_layer():
     found = record["cases"][0]["commit"][0]["modes"]["tree_forked"]
     assert record["exit_code"] == 1 and {bad["layer"] for bad in found["bad"]} == {4, 5, 6}
     assert commits(host, accept=("branch",))["exit_code"] == 0
+
+
+def test_right_rows_with_wrong_numbers_are_not_called_rows_of_others():
+    right = torch.arange(8.0).reshape(4, 2)
+    stored = right.clone()
+    stored[3] += 0.4  # near the row of node 1 still, and of no other
+    part = Part(0, "values", 0.6, rms=1.0, size=1.0, ulp=0.0)
+    search = Search((0, 1), None, (4, [{"values": right}]), (4, [{"values": stored}]), [(part, 0.1)])
+    search.see(0, (3, [{"values": right[:3]}]))
+    search.see(1, (4, [{"values": right}]))
+    assert search.say(part, 0.5) == "values: rows of the right tokens, wrong in their numbers: 0.6, floor 0.5"
+    stored[3] = right[2]
+    assert search.say(part, 0.5) == "values: rows of node 0, expected node 1"
 
 
 def test_keys_at_another_position_and_lost_rows_are_named():
@@ -311,7 +332,8 @@ def test_a_commit_outside_the_law_puts_the_control_off():
     host = Faulty(engine("qwen3_5_text"), unforked=replace(UNFORKED, commit=lambda t: (0,) * len(t)))
     record = commits(host, accept=SOME)
     assert record["exit_code"] == 2
-    assert any("commits are wrong though the law calls them clean" in r for r in record["verdict"]["reasons"])
+    (reason,) = [r for r in record["verdict"]["reasons"] if "control is off" in r]
+    assert re.search(r"a wrong state after \d+ commits? that the leak law calls clean; the forked", reason)
 
 
 # --- the record and its view ------------------------------------------------------------------------------------------
@@ -326,6 +348,10 @@ def test_the_view_has_a_line_a_case_and_says_what_was_stored():
     lines = render(wrong_record(), width=None).splitlines()
     assert any(line.split() == ["p/tree", "2", "1", "2", "pass", "1", "of", "2", "fail", "1", "of", "2", "fail"]
                for line in lines)  # fmt: skip
+    assert lines[-1] == (
+        "verdict: fail (linear pass, tree_forked pass; commit after tree_forked: fail for 1 of 2 accepted paths), "
+        "exit code 1"
+    )
     said = next(line for line in lines if line.startswith("Wrong commit of tree_forked in p/tree, path 0-4-5-6: "))
     assert "layer 0: committed state is node 3's, expected node 6's; 3 layers off; logits off from step 1" in said
     assert wrong_record()["coverage"] | {"commits": 2, "commits_aside": 1} == wrong_record()["coverage"]

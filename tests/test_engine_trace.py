@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -614,6 +615,24 @@ def test_compare_judges_a_trace_from_the_command_line(tmp_path, capsys):
     assert main(["compare", "--engine", "trace", folder, "--model", "tiny-qwen3_5", "--quiet"]) == 0
 
 
+@pytest.mark.parametrize(
+    "more", [(), ("--accept", "full,branch"), ("--temperature", "0.8")], ids=lambda m: "".join(m[:1])
+)
+def test_a_trace_that_would_be_too_large_is_refused_before_it_is_begun(tmp_path, capsys, more):
+    folder = tmp_path / "t"
+    live = ["compare", "--limit", "1", "--budget", "8,12", "--draft", "self", *more, "--save-trace", str(folder)]
+    assert main([*live, "--max-bytes", "1000"]) == 3 and not folder.exists()
+    said = capsys.readouterr().err
+    found = re.fullmatch(
+        r"ddtree-check: save-trace: ([\d,]+) bytes would be written for 1 prompt, expected at most 1,000; take fewer "
+        r"prompts, smaller budgets or a larger --max-bytes\n", said,
+    )  # fmt: skip
+    assert found, said
+    needed = int(found[1].replace(",", ""))
+    assert main([*live, "--max-bytes", str(needed), "--quiet"]) == 0
+    assert 0.5 * needed < sum(part.stat().st_size for part in folder.iterdir()) <= needed
+
+
 USAGE = [
     pytest.param(["compare", "--engine", "trace"], "expected --engine trace with the path of a trace", id="no-path"),
     pytest.param(["compare", "somewhere"], "expected --engine trace with the path of a trace", id="no-engine"),
@@ -622,7 +641,7 @@ USAGE = [
     ),
     pytest.param(["compare", "--engine", "trace", "x", "--oracle"], "oracle: says nothing of passes", id="oracle"),
     pytest.param(["compare", "--engine", "trace", "x", "--wiring", "conv=flat"], "wiring: says nothing", id="wiring"),
-    pytest.param(["compare", "--engine", "trace", "x", "--save-trace", "y"], "save_trace: says nothing", id="again"),
+    pytest.param(["compare", "--engine", "trace", "x", "--save-trace", "y"], "save-trace: says nothing", id="again"),
 ]
 
 

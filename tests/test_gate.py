@@ -29,7 +29,7 @@ from ddtree_check.job import Job
 from ddtree_check.report.record import write_record
 from tests import tiny
 from tests.gate_process import run_by_hand
-from tests.tiny import break_forked, hand_record
+from tests.tiny import break_forked, hand_record, located
 
 REPO = Path(__file__).resolve().parents[1]
 checkpoint = tiny.checkpoint
@@ -121,8 +121,10 @@ BAD = [
     ('[gate]\nname = ""\n[matrix]', "gate.name: got '', expected a text"),
     ('[gate]\nnights = "7"\n[matrix]', "gate.nights: got '7', expected a whole number"),
     ("[gate]\nnights = 0\n[matrix]", "gate.nights: got 0, expected a number of at least 1"),
-    ("[gate]\ntimeout = 0\n[matrix]", "gate.timeout: got 0, expected seconds, more than 0"),
-    ("[gate]\ntimeout = nan\n[matrix]", "gate.timeout: got nan, expected a number"),
+    ("[gate]\ntimeout = 0\n[matrix]", "gate.timeout: got 0, expected a number of seconds, more than 0"),
+    ("[gate]\ntimeout = nan\n[matrix]", "gate.timeout: got nan, expected a number of seconds, more than 0"),
+    ("[gate]\ntimeout = inf\n[matrix]", "gate.timeout: got inf, expected a number of seconds, more than 0"),
+    ("[gate]\nfactor = nan\n[matrix]", "gate.factor: got nan, expected a finite number"),
     ("[gate]\nfactor = 0.5\n[matrix]", "gate.factor: got 0.5, expected a number of at least 1"),
     ("[matrix]\n[settings]\nlimits = 4", "settings: unknown key 'limits'; did you mean 'limit'?"),
     ('[matrix]\n[settings]\nlimit = "4"', "settings.limit: got '4', expected a whole number"),
@@ -132,7 +134,7 @@ BAD = [
     ("[matrix]\n[[exclude]]", "exclude 1: got {}, expected some of model"),
     ('[[case]]\nmodle = "x"', "case 1: unknown key 'modle'; did you mean 'model'?"),
     ("[[case]]\n[[case]]", "two cases are named 'tiny-qwen3_5/code/16+64'; give a [[case]] a name"),
-    ("[[case]]\ntimeout = -1", "case 1: timeout: got -1, expected seconds"),
+    ("[[case]]\ntimeout = -1", "case 1.timeout: got -1, expected a number of seconds"),
 ]
 
 
@@ -298,8 +300,7 @@ def test_a_frozen_night_passes_again_and_a_defect_turns_it_red():
     assert night()[0] == 0
     code, _, said = night(changes={3: break_forked})
     assert (
-        code == 1
-        and said[-1] == "gate gate: fail, 2 cases: 1 pass, 1 fail; 1 metrics outside the baseline, exit code 1"
+        code == 1 and said[-1] == "gate gate: fail, 2 cases: 1 pass, 1 fail; 1 metric outside the baseline, exit code 1"
     )
     xml = ElementTree.parse("reports/gate/junit.xml").getroot()
     assert {(test.get("classname"), test.get("name")) for test in xml.iter("testcase") if len(test)} == {
@@ -315,7 +316,7 @@ def test_a_frozen_night_passes_again_and_a_defect_turns_it_red():
     assert '<h1 class="bad">gate gate: fail' in page and "pass pass" in page and 'data-figure="nights"' in page
     summary = Path("reports/gate/summary.md").read_text()
     assert summary.startswith("# gate gate: fail") and "What is not green" in summary
-    assert "pass pass fail" in summary and "tree_forked: fail (1 nodes beyond the floor, first node 3)" in summary
+    assert "pass pass fail" in summary and "tree_forked: fail (1 node beyond the floor, first node 3)" in summary
 
 
 def test_noise_that_left_its_envelope_is_a_drift():
@@ -345,8 +346,8 @@ def test_what_was_not_frozen_is_inconclusive_and_says_so():
     night(freeze=True)
     code, found, said = night(TWO.replace("3]", "4]"))
     assert code == 2 and [cell["verdict"] for cell in found["cells"]] == ["pass", "inconclusive"]
-    assert "baseline: 1 cases are not in it, the first tiny-qwen3_5/code/4; freeze it again" in said
-    assert "baseline: 1 cases were frozen and are not run any more, the first tiny-qwen3_5/code/3" in said
+    assert "baseline: not in it: 1 case, the first tiny-qwen3_5/code/4; freeze it again" in said
+    assert "baseline: frozen and not run any more: 1 case, the first tiny-qwen3_5/code/3" in said
 
 
 def test_a_red_run_freezes_nothing():
@@ -413,6 +414,19 @@ def test_trend_and_the_page_of_a_step():
     }
     summary = Path("step.md").read_text()
     assert "5e-05 (2.5e-05) new high" in summary and summary == Path("reports/gate/summary.md").read_text()
+
+
+def test_where_a_fault_enters_stands_beside_the_verdict():
+    def change(data):
+        break_forked(data)["cases"][0]["attribution"] = {"tree_forked": located()}
+
+    night("[matrix]\nbudget = [2]\n", {2: change})
+    xml = ElementTree.parse("reports/gate/junit.xml").getroot()
+    says = {test.get("name"): test.find("failure").get("message") for test in xml.iter("testcase")}
+    assert len(says) == 2 and all(text.endswith("1 beyond): enters at layer 0.") for text in says.values()), says
+    assert "1 beyond): enters at layer 0." in Path("reports/gate/summary.md").read_text()
+    page = Path("reports/gate/report.html").read_text()
+    assert "1 beyond): enters at layer 0." in page[page.index("Cases of the gate") : page.index("<h3>")]
 
 
 def test_what_strangers_wrote_breaks_no_report():
@@ -719,7 +733,7 @@ def test_a_gate_on_a_model_turns_red_when_a_fault_is_injected(checkpoint, alone,
     assert real_gate(checkpoint, "3", "--freeze") == 0, capsys.readouterr()
     Path("night_engine.py").write_text(ENGINE.format(wiring="UNFORKED"))
     assert real_gate(checkpoint, "3") == 1, capsys.readouterr()
-    assert capsys.readouterr().out.splitlines()[-1].startswith("gate fixtures: fail, 1 cases: 1 fail")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("gate fixtures: fail, 1 case: 1 fail")
     xml = ElementTree.parse("reports/gate/junit.xml").getroot()
     assert "one/3" in {test.get("name") for test in xml.iter("testcase") if test.find("failure") is not None}
     assert [one.exit_code for one in history.nights("reports/history.db", "fixtures", 9)] == [0, 1]

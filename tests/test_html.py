@@ -58,7 +58,7 @@ def test_the_verdict_stands_on_top():
     )
     page = html.render(break_forked(hand_record("a/3")))
     assert re.search(r'<body>\s*<h1 class="bad">verdict: fail', page)
-    assert "tree_forked: fail (1 nodes beyond the floor, first node 3)" in page
+    assert "tree_forked: fail (1 node beyond the floor, first node 3)" in page
     unsure = hand_record("a/3") | {"exit_code": 2}
     assert '<h1 class="unsure">' in html.render(unsure)
 
@@ -87,7 +87,7 @@ def test_hovering_has_every_figure_of_a_node():
     figure = figures(html.render(hand_record("a/3")))["record-case-0"]
     text = trace(figure, "nodes")["hovertext"][3].split("<br>")
     assert text[0].startswith("node 3 ") and "parent 1, depth 2" in text[0]
-    assert text[1] == "tree_unforked reads node 2: 1 foreign tokens, contaminated"
+    assert text[1] == "tree_unforked reads node 2: 1 foreign token, contaminated"
     assert text[2] == "ar chooses 17, margin 1.5"
     assert text[5] == "tree_unforked: flip, |Δ| 7 (floor 0.0001), KL 0.7, chooses 'a|b'"
 

@@ -131,7 +131,7 @@ def test_batches_change_where_they_are_asked_to():
     host = make_engine("qwen3_5_text")
     right = host.batches()
     prefixes = [host.prefill(prompt(5, seed)) for seed in range(2)]
-    wrong = FaultyBatches(right, reorder=inject.keys_alone(host))
+    wrong = FaultyBatches(right, reorder=inject.left_behind(host, "recurrent", "conv"))
     (a, b), (c, d) = (batches.reorder(prefixes, (1, 0)) for batches in (right, wrong))
     assert torch.equal(a.cache.layers[3].keys, c.cache.layers[3].keys)
     assert torch.equal(host.caches.state(c.cache, 0), host.caches.state(prefixes[0].cache, 0))

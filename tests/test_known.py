@@ -1,9 +1,16 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from ddtree_check.known import KnownFailure, excuse, load_known
 from ddtree_check.verdict import ModeResult
 
 ENTRY = KnownFailure("x", "transformers", "==5.19.*", ("jamba",), "linear", "linear", "starts from zeros", "run", "4")
+
+
+def finding(explained: str | None, mode: str = "linear", nodes: int = 3) -> SimpleNamespace:
+    return SimpleNamespace(mode=mode, nodes=nodes, explained=explained)
 
 
 def case(linear):
@@ -15,6 +22,16 @@ def test_a_known_failure_is_named_and_other_modes_are_left_alone():
     assert [c["linear"].verdict for c in found] == ["known_failure", "pass"]
     assert found[0]["linear"].reason == "x: starts from zeros" and found[0]["linear"].verdicts == ("leak",)
     assert all(c["tree_forked"].verdict == "pass" for c in found)
+
+
+def test_a_failure_with_other_logits_is_another_one():
+    entry = replace(ENTRY, explained="state from zeros")
+    same, other = finding("state from zeros"), finding(None)
+    for findings in ((), (same,), (finding(None, mode="commit after linear"),), (finding(None, nodes=0),)):
+        assert excuse([case("fail")], [entry], findings)[0]["linear"].verdict == "known_failure", findings
+    assert excuse([case("fail")], [ENTRY], [other])[0]["linear"].verdict == "known_failure"
+    (found,) = excuse([case("fail")], [entry], [same, other])
+    assert found["linear"].verdict == "fail" and "not x: its logits are not those" in found["linear"].reason
 
 
 def test_one_that_stops_failing_is_red():

@@ -50,6 +50,15 @@ def test_a_full_token_budget_is_short_at_the_boundary_batch_only(capfd):
     assert "one row short for each request: its root" in capfd.readouterr().out
 
 
+def test_a_name_that_is_not_known_is_said(capfd):
+    assert plan("--budget", "16", "--reserved", "sate=16,kv_slots=17") == 1
+    out = capfd.readouterr().out
+    assert "Compared as given, though no name of them is known: sate.\n" in out
+    assert "Not stated, so not looked at: state, conv, graph.\n" in out
+    assert plan("--budget", "16", "--reserved", BLOCK) == 1
+    assert "Compared as given" not in capfd.readouterr().out
+
+
 def test_a_file_says_the_same_and_the_findings_can_be_written(tmp_path, capfd):
     path, found = tmp_path / "engine.json", tmp_path / "plan.json"
     path.write_text(json.dumps({"kv": {"total": 200}, "state": {"per_request": 17}, "graph": {"sizes": [17, 64]}}))

@@ -13,7 +13,7 @@ import ddtree_check
 from ddtree_check.pytest_plugin import selects_leakage
 from ddtree_check.verdict import Rule
 from tests import tiny
-from tests.tiny import break_forked, hand_record
+from tests.tiny import break_forked, hand_record, located
 
 pytest_plugins = ("pytester",)
 checkpoint = tiny.checkpoint
@@ -117,12 +117,15 @@ def test_a_run_that_passes(project):
 
 def test_a_failing_case_shows_its_worst_nodes_and_the_command(project):
     record = break_forked(hand_record("code-1/3", "code 2/3"), case=1)
+    record["cases"][1]["attribution"] = {mode: located(mode) for mode in ("tree_forked", "linear")}
     (project.path / "record.json").write_text(json.dumps(record))
     result = leakage(project, "--ddtree-dtype=bfloat16")
     result.assert_outcomes(passed=4, failed=2, deselected=1)
     text = result.stdout.str()
-    assert "code 2/3: tree_forked: fail: 1 nodes beyond the floor, first node 3" in text
+    assert "code 2/3: tree_forked: fail: 1 node beyond the floor, first node 3" in text
     assert re.search(r"^code 2/3 +3 +1 +1 +2 +1 +2\.5 +0\.0001 +1\.5 +17 → 'a\|b'$", text, re.MULTILINE)
+    assert text.count("Where (tree_forked in code 2/3, 1 beyond): enters at layer 0.") == 2  # the case, the run
+    assert text.count("Where (linear in code 2/3") == 1
     command = "ddtree-check compare --dtype bfloat16 --prompts prompts.jsonl --budget 3 --require linear,tree_forked"
     assert f"again: {command} --only 'code 2'" in text
     assert "verdict: fail (linear pass, tree_forked fail), exit code 1" in text

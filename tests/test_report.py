@@ -144,7 +144,7 @@ def test_the_view_of_a_leak_in_a_required_mode():
     worst = [line for line in text.splitlines() if line.startswith("b/3") and "→" in line]
     # a forked node reads from its parent
     assert [line.split()[:5] for line in worst] == [["b/3", "3", "1", "1", "2"]]
-    assert "Because: tree_forked: fail (1 nodes beyond the floor, first node 3)" in text
+    assert "Because: tree_forked: fail (1 node beyond the floor, first node 3)" in text
     assert text.splitlines()[-1] == "verdict: fail (linear pass, tree_forked fail), exit code 1"
 
 
@@ -194,6 +194,21 @@ def test_without_contaminated_nodes_there_is_nothing_to_leak():
     assert "nothing to leak" in text and "none is beyond the floor" in text
 
 
+def test_what_a_draft_expected_stands_beside_what_plain_decoding_accepts():
+    data = hand_record("a/3", "b/3")
+    data["settings"]["draft"], data["model"]["drafter"] = "dflash", {"name": "small"}
+    assert "Draft " not in terminal.render(data)  # trees that were given
+    for case, expected in zip(data["cases"], (1.0, 0.5), strict=True):
+        case["tree"]["source"] = {"expected": expected}
+    assert data["cases"][0]["acceptance"]["ar"]["accepted"] == 1
+    line = "Draft small: expected 0.75 nodes a round, plain decoding accepts 1.00 of its drafts."
+    assert line in terminal.render(data)
+    data["cases"][1]["tree"]["source"]["expected"] = 2.0
+    assert "expected 1.50 nodes a round, plain decoding accepts 1.00 of its drafts; what is" in terminal.render(data)
+    data["settings"]["draft"] = "self"
+    assert "Draft small" not in terminal.render(data)
+
+
 def test_a_narrow_screen_drops_spare_columns_shortens_names_and_wraps_sentences():
     data = hand_record("code/a-rather-long-name/3")
     wide, narrow = terminal.render(data), terminal.render(data, 80)
@@ -229,7 +244,7 @@ def test_one_case_and_one_node():
     assert "tree_unforked: fail: leaks as predicted" in text
     text = terminal.render_node(data, case, 3)
     assert "path 0:'def' 1:' f' 3:'\\x1b[31m'" in text
-    assert "parent 1; unforked reads from 2, 1 foreign tokens, contaminated, 0 rows after a skip edge" in text
+    assert "parent 1; unforked reads from 2, 1 foreign token, contaminated, 0 rows after a skip edge" in text
     with pytest.raises(ValueError, match=r"node: got 4, expected 0\.\.3"):
         terminal.render_node(data, case, 4)
     with pytest.raises(ValueError, match="case: got 'b/3', expected one of a/3"):
@@ -271,10 +286,19 @@ def test_a_deep_tree_is_drawn_without_recursion():
             lambda data: data["cases"][0]["modes"]["tree_forked"].update(verdict="fail"),
             "a pass, though case a/3 has tree_forked fail",
         ),
+        (
+            lambda data: data["floor"].update(systematic={"beyond": True}),
+            "a pass, though tree_forked is systematically above noise",
+        ),
         (lambda data: data["cases"][0]["tree"].update(parents=[5, 5, 5, 5]), "case a/3: "),
         (lambda data: data["cases"][0].pop("tree"), "tree is nothing, expected dict"),
+        (lambda data: data["cases"][0]["nodes"].pop(2), "case a/3: got 3 nodes, its tree has 4; make the record again"),
+        (
+            lambda data: data["cases"][0]["nodes"].reverse(),
+            "case a/3: nodes[0] is node, parent and token (3, 1, 13), its tree has (0, -1, 10)",
+        ),
     ],
-    ids=["no-cases", "forged", "no-tree-shape", "no-tree"],
+    ids=["no-cases", "forged", "systematic", "no-tree-shape", "no-tree", "a-node-less", "nodes-reversed"],
 )
 def test_a_record_that_does_not_bear_out_its_verdict_is_refused(tmp_path, edit, says):
     data, path = hand_record("a/3"), tmp_path / "r.json"

@@ -19,7 +19,7 @@ from ddtree_check.report.terminal import rounds_blocks, titled
 from ddtree_check.rounds import MODES, Ahead, Rounds, attach, first_branch, generate
 from ddtree_check.tree import DraftTree
 from ddtree_check.wiring import UNFORKED
-from tests.models import engine, make_engine, prompt, tree
+from tests.models import engine, make_engine, nan_at_the_root, prompt, tree
 
 SETTINGS = Settings(budgets=(16,))
 ITEMS = [Item("one", prompt(1, 1)), Item("some", prompt(12, 0))]
@@ -175,33 +175,23 @@ def test_a_slot_from_before_the_accept_shows_in_plain_steps_only():
     assert off and off[0]["plain"] and found["exit_code"] == 1
 
 
-def _agrees(verified):
+def _agrees(logits, case, wiring):
     """Logits that put the first child first: whatever was drafted is accepted."""
-    for node, children in enumerate(verified.tree.children):
+    for node, children in enumerate(case.children):
         if children:
-            verified.logits[node, verified.tree.tokens[children[0]]] += 100
-    return verified
+            logits[node, case.tokens[children[0]]] += 100
+    return logits
 
 
 def test_an_acceptance_that_is_too_good_is_an_alarm():
-    host = Faulty(engine("qwen3_5_text"))
-    verify = host.verify
-    host.verify = lambda prefix, case, wiring: _agrees(verify(prefix, case, wiring))
+    host = Faulty(engine("qwen3_5_text"), logits=_agrees)
     found = run(host, count=4, settings=replace(SETTINGS, acceptance=0.3))["summary"]["tree_forked"]
     assert found["moved_per_round"] > 0 and found["alarm"].startswith("accepts more than plain decoding would")
     assert found["accepted_per_round"] is found["tokens_per_round"] is None
 
 
 def test_logits_that_are_not_finite_are_off_and_no_tie():
-    host = Faulty(engine("qwen3_5_text"))
-    verify = host.verify
-
-    def broken(prefix, case, wiring):
-        verified = verify(prefix, case, wiring)
-        verified.logits[0] = torch.nan
-        return verified
-
-    host.verify = broken
+    host = Faulty(engine("qwen3_5_text"), logits=nan_at_the_root)
     found = run(host, ITEMS[1:], 2, modes=("tree_forked",))
     assert found["exit_code"] == 1 and found["summary"]["tree_forked"]["ties"] == 0
     assert json.loads(json.dumps(found, allow_nan=False)) == found

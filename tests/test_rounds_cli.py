@@ -80,6 +80,21 @@ def test_other_recordings_are_refused_in_one_line(checkpoint, files, capfd, draf
     assert re.search(says, err), err
 
 
+@pytest.mark.parametrize("require", [(), ("--require", "tree_forked")], ids=["default", "asked"])
+def test_a_required_mode_that_is_not_run_is_refused_at_once(checkpoint, files, capfd, monkeypatch, require):
+    assert run(checkpoint, files, "--modes", "linear", "--require", "linear", "--rounds", "1") in (0, 2)
+    capfd.readouterr()
+
+    def load(*_, **__):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("ddtree_check.engines.load_engine", load)
+    assert run(checkpoint, files, "--modes", "linear", *require) == 3
+    assert capfd.readouterr().err == (
+        "ddtree-check: require: got tree_forked, which is none of --modes linear; run it too, or require others\n"
+    )
+
+
 def test_compare_says_who_takes_trees_by_the_round(checkpoint, files, capfd):
     line = ["compare", "--model", str(checkpoint), "--prompts", f"{files}/prompts.jsonl"]
     assert cli.main([*line, "--draft", f"recorded:{files}/trees.jsonl"]) == 3

@@ -40,7 +40,7 @@ from ddtree_check.sampling import (
     uncertain,
 )
 from ddtree_check.tree import DraftTree
-from tests.models import engine, prompt
+from tests.models import engine, nan_at_the_root, prompt
 
 # 0 ─┬─ 1 ── 3
 #    ├─ 2 ── 4 ── 6
@@ -400,6 +400,7 @@ def test_b29_an_engine_whose_own_processors_are_right_passes(dtype):
 def test_b29_penalties_left_out_of_linear_too():
     host = Faulty(engine("qwen3_5_text", "bfloat16"), processed=processed_by(NONE, "linear", "tree_forked"))
     record = check(host, ITEMS[:1], replace(PENALISED, draws=0))
+    assert all(found["draws"] is None for found in record["sampling"]["modes"].values())
     for mode in ("linear", "tree_forked"):
         assert record["cases"][0]["modes"][mode]["reason"].startswith(
             "raw pass, processed fail: its penalties are not applied, first node "
@@ -484,15 +485,7 @@ def test_rounds_without_the_penalties_of_ar_are_off_though_their_logits_are_righ
 
 
 def test_logits_that_are_not_finite_are_off_and_no_tie():
-    host = Faulty(engine("qwen3_5_text"))
-    verify = host.verify
-
-    def broken(prefix, case, wiring):
-        verified = verify(prefix, case, wiring)
-        verified.logits[0] = torch.nan
-        return verified
-
-    host.verify = broken
+    host = Faulty(engine("qwen3_5_text"), logits=nan_at_the_root)
     found = generate(host, ITEMS[:1], WARM, Rounds(1, ("tree_forked",)))
     assert found["exit_code"] == 1 and found["summary"]["tree_forked"]["ties"] == 0
     record = check(host, ITEMS[:1], replace(WARM, budgets=(4,)))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +15,15 @@ from ddtree_check import inject, selftest
 from ddtree_check.check import Item, Settings, check
 from ddtree_check.cli import main
 from ddtree_check.inject import Faulty, keeps
+from ddtree_check.kinds import KINDS
 from ddtree_check.report.selftest import markdown, render
-from ddtree_check.selftest import FAULTS, FORK, KINDS, LINEAR, SIDE, Fault, Where, run
+from ddtree_check.selftest import FAULTS, FORK, LINEAR, SIDE, Fault, Where, run
 from ddtree_check.sensitivity import react
 from ddtree_check.verdict import Rule
 from ddtree_check.wiring import Wiring
 from tests.models import engine, make_engine, prompt, tree
 
+REPO = Path(__file__).resolve().parents[1]
 SMALL = "qwen3_5_text"
 FLAT = Fault(
     "K3", "rows in order", lambda e: Faulty(e, forked=Wiring.parse("state=flat")), {FORK: "fail"},
@@ -86,8 +91,15 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path, capsys):
     assert record["schema"] == "ddtree-check/selftest/1" and len(record["results"]) == 3
     assert text.splitlines()[-1].startswith("verdict: pass (3 of 3 as expected, ")
     assert "budgets of 17 to 65 in buffers for 16" in text and "K6    capacity" in text
-    assert main(["selftest", "--kind", "K99"]) == 3
-    assert "kind: got 'K99', expected some of K1, K2" in capsys.readouterr().err
+
+
+def test_an_unknown_kind_is_refused_before_anything_heavy_is_imported():
+    code = (
+        "import sys; from ddtree_check.cli import main; "
+        "print(main(['selftest', '--kind', 'K6,K99']), 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert ran.stdout == "3 False\n" and "kind: got 'K99', expected some of K1, K2" in ran.stderr, ran
 
 
 def test_the_views_say_what_was_missed():

@@ -14,8 +14,8 @@ import pytest
 from ddtree_check import check, cli
 from ddtree_check.accept import greedy_walk
 from ddtree_check.case import Prompt
-from ddtree_check.check import stand_in
 from ddtree_check.draft import best_first
+from ddtree_check.drafting import stand_in
 from ddtree_check.errors import Unsupported, UsageError
 from ddtree_check.report.blackbox import render
 from ddtree_check.server.api import Api, Failed, clean_url

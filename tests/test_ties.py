@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import make_dataclass
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import torch
 
 from ddtree_check.check import Item, Settings, check
 from ddtree_check.compare import measure
+from ddtree_check.engines.checked import Checked
 from ddtree_check.errors import UsageError
 from ddtree_check.inject import Faulty
-from ddtree_check.ties import Vocabulary
 from tests.models import VOCAB, engine, make_engine, prompt, tree
 
 ITEM = Item("p", prompt(12), tree=tree("random", 8, seed=4))
@@ -104,24 +105,11 @@ def test_a_token_that_the_logits_do_not_put_first_is_no_tie():
 
 def widened(value: float, *kinds: str, columns: int = 16):
     """An engine whose logits have `columns` more in these kinds of pass, all of one value."""
-    host = Faulty(make_engine("qwen3_5_text"))
 
-    def wide(logits):
+    def wide(logits, *_):
         return torch.nn.functional.pad(logits, (0, columns), value=value)
 
-    for kind in kinds:
-        inner = getattr(host, kind)
-        if kind == "verify":
-
-            def verify(prefix, case, wiring, inner=inner):
-                verified = inner(prefix, case, wiring)
-                verified.logits = wide(verified.logits)
-                return verified
-
-            host.verify = verify
-        else:
-            setattr(host, kind, lambda *given, inner=inner, **more: wide(inner(*given, **more)))
-    return host
+    return Faulty(make_engine("qwen3_5_text"), **{{"verify": "logits"}.get(kind, kind): wide for kind in kinds})
 
 
 @pytest.mark.parametrize("value", [0.0, -torch.inf, 1e4], ids=["zero", "left-out", "large"])
@@ -133,23 +121,16 @@ def test_columns_after_the_vocabulary_are_padding(value, kinds):
 
 def masked(value_of):
     """Logits of the last 24 ids replaced: value_of(kind of pass)."""
-    host = Faulty(make_engine("qwen3_5_text"))
-    verify, decode, forward = host.verify, host.decode, host.forward
 
-    def put(logits, kind):
-        logits = logits.clone()
-        logits[..., VOCAB - 24 :] = value_of(kind)
-        return logits
+    def put(kind):
+        def change(logits, *_):
+            logits = logits.clone()
+            logits[..., VOCAB - 24 :] = value_of(kind)
+            return logits
 
-    def masked_verify(prefix, case, wiring):
-        verified = verify(prefix, case, wiring)
-        verified.logits = put(verified.logits, "verify")
-        return verified
+        return change
 
-    host.verify = masked_verify
-    host.decode = lambda *given, **more: put(decode(*given, **more), "decode")
-    host.forward = lambda *given: put(forward(*given), "forward")
-    return host
+    return Faulty(make_engine("qwen3_5_text"), logits=put("verify"), decode=put("decode"), forward=put("forward"))
 
 
 SMALL = Item("p", tuple(token % (VOCAB - 24) for token in prompt(12)), tree=tree("random", 8, seed=4))
@@ -194,9 +175,16 @@ def test_a_vocabulary_larger_than_the_models_is_refused():
 
 def test_rows_without_padding_are_handed_on_as_they_are():
     host = engine("qwen3_5_text")
-    prefix = Vocabulary(host, VOCAB).prefill(ITEM.tokens)
-    assert Vocabulary(host, VOCAB).commit(host.verify(prefix, ITEM.tree, None), 0).logits.shape == (VOCAB,)
-    assert Vocabulary(host, 9).prefill(ITEM.tokens).logits.shape == (9,)
+    prefix = Checked(host, VOCAB).prefill(ITEM.tokens)
+    assert Checked(host, VOCAB).commit(host.verify(prefix, ITEM.tree, None), 0).logits.shape == (VOCAB,)
+    assert Checked(host, 9).prefill(ITEM.tokens).logits.shape == (9,)
+
+
+def test_rows_of_a_pass_that_may_not_be_changed_are_cut_too():
+    host, read_only = engine("qwen3_5_text"), make_dataclass("ReadOnly", ["logits"], frozen=True)
+    prefix = host.prefill(ITEM.tokens)
+    sealed = Faulty(host, verify=lambda *args: read_only(host.verify(*args).logits))
+    assert Checked(sealed, 9).verify(prefix, ITEM.tree, None).logits.shape == (len(ITEM.tree), 9)
 
 
 def test_measuring_with_tokens_left_out_is_measuring_the_others():

@@ -146,13 +146,18 @@ def hand_record(*names: str) -> dict:
     }
 
 
+def located(mode: str = "tree_forked") -> dict:
+    """An attribution, as little of it as views rely on."""
+    return {"mode": mode, "nodes": 1, "text": "enters at layer 0", "first": {}}
+
+
 def break_forked(record: dict, case: int = 0) -> dict:
     """The same record with a leak at node 3 of one case under tree_forked."""
     found = record["cases"][case]
     found["nodes"][3]["tree_forked"] = _judged(23, 2.5, "flip")
-    found["modes"]["tree_forked"] |= {"verdict": "fail", "reason": "1 nodes beyond the floor, first node 3"}
+    found["modes"]["tree_forked"] |= {"verdict": "fail", "reason": "1 node beyond the floor, first node 3"}
     found["modes"]["tree_forked"] |= {"pass": 3, "flip": 1, "max_abs": 2.5}
-    record["verdict"] |= {"text": "fail", "reasons": ["tree_forked: fail (1 nodes beyond the floor, first node 3)"]}
+    record["verdict"] |= {"text": "fail", "reasons": ["tree_forked: fail (1 node beyond the floor, first node 3)"]}
     record["verdict"]["modes"]["tree_forked"] = "fail"
     record["exit_code"] = 1
     return record

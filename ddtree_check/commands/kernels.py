@@ -11,6 +11,7 @@ import typer
 from ..errors import UsageError
 from ..report.terminal import Table, titled, wrap
 from ..report.text import number, plain
+from ..words import counted
 from .output import progress, show_text, split_words, width
 
 BUILT_IN = {name: f"ddtree_check.kernels.{name}" for name in ("sglang", "plain")}
@@ -146,14 +147,15 @@ def _report(module: str, results: list, device: str, size: str) -> str:
     refused = dict.fromkeys(f"{r.kernel}: unsupported: {r.unsupported}" for r in results if r.unsupported)
     blocks += [wrap(plain(text), width()) for text in [*wrong[:SHOWN], *refused]]
     if len(wrong) > SHOWN:
-        blocks.append(f"... and {len(wrong) - SHOWN} more cases; --kind, --dtype and --family narrow the run")
+        blocks.append(
+            f"... and {counted(len(wrong) - SHOWN, 'more case')}; --kind, --dtype and --family narrow the run"
+        )
     judged = sum(result.judged for result in results)
     failed = sum(result.verdict == "fail" for result in results)
     verdict = "fail" if failed else "inconclusive" if refused else "pass"
     code = 1 if failed else 2 if refused else 0
-    blocks.append(
-        f"verdict: {verdict} ({len(results)} cases, {failed} failed, {judged:,} numbers judged), exit code {code}"
-    )
+    ran = f"{counted(len(results), 'case')}, {failed} failed, {judged:,} numbers judged"
+    blocks.append(f"verdict: {verdict} ({ran}), exit code {code}")
     return "\n\n".join(blocks)
 
 

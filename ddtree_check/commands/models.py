@@ -13,7 +13,7 @@ from ..report.terminal import Table, layout, titled, wrap
 from ..report.text import number
 from .output import progress, show_text, width
 
-SHOWN = {"run": ("sglang",), "untested": ("sglang (untested)",)}
+SHOWN = {"run": ("sglang",), "untested": ("sglang (untested)",), "window by row": ("sglang (known failure)",)}
 WORST = (0, 2, 1, 3)  # exit codes, the one that says most of a run last
 
 

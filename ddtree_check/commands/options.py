@@ -77,7 +77,7 @@ VocabSize = Annotated[
 ]
 
 WORDS, NUMBERS = ("require", "accept", "modes"), ("budget", "budgets", "blocks", "batch")  # several in one option
-ROUNDS = ("rounds", "modes", "plain")  # of rounds.Rounds; the rest is of the Job, of check.Settings, or of a view
+ROUNDS = ("rounds", "modes", "plain")  # of rounds.Rounds; the rest is of the Job, of settings.Settings, or of a view
 VIEWS = {"json", "html", "quiet", "plot"}
 
 

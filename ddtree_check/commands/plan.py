@@ -25,8 +25,8 @@ def plan(
     reserved: Annotated[
         str,
         typer.Option(
-            help="What the engine sets aside: kv=total:256,state=16,graph=sizes:17/64 (a number alone is rows for each "
-            "request), or a .json file of {buffer: {per_request, total or sizes}}.",
+            help="What the engine sets aside: kv=total:256,state=16,graph=sizes:17/64,slots=requests:8 (a number alone "
+            "is rows for each request), or a .json file of {buffer: {per_request, total, sizes or requests}}.",
             show_default=False,
         ),
     ],
@@ -50,8 +50,11 @@ def plan(
     if json is not None:
         write_record(json, _record(budgets, buffers, found, code))
     unstated = [name for name in BUFFERS if not any(name in buffer for buffer in buffers)]
-    silent = [f"Not stated, so not looked at: {', '.join(unstated)}."] if unstated else []
-    words = [titled(_table(found), width()), *_lines(short), *silent, last]
+    unknown = [plain(buffer) for buffer in buffers if not any(name in buffer for name in BUFFERS)]
+    notes = [f"Not stated, so not looked at: {', '.join(unstated)}."] if unstated else []
+    if unknown:
+        notes.append(f"Compared as given, though no name of them is known: {', '.join(unknown)}.")
+    words = [titled(_table(found), width()), *_lines(short), *notes, last]
     show_text(last if quiet else "\n\n".join(words))
     return code
 
@@ -108,17 +111,7 @@ def _record(budgets, buffers, found, code: int) -> dict:
         "batches": [
             {
                 "requests": size,
-                "needs": [
-                    {
-                        "buffer": need.buffer,
-                        "request": need.request,
-                        "needed": need.needed,
-                        "reserved": need.reserved,
-                        "short": need.short,
-                        "hint": need.hint,
-                    }
-                    for need in each
-                ],
+                "needs": [need.to_json() for need in each],
             }
             for size, each in found
         ],

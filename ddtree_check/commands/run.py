@@ -103,13 +103,17 @@ def compare(
     history: History = None,
     vocab_size: VocabSize = None,
     draws: Annotated[
-        int | None, typer.Option(help="Walks drawn from each tree and tested against ar when sampling. Default: 500.")
+        int | None,
+        typer.Option(help="Walks drawn from each tree and tested against ar when sampling; 0 for none. Default: 500."),
     ] = None,
     oracle: Annotated[
         bool, typer.Option("--oracle", help="Run the model in float64 too, and give every mode an error.")
     ] = False,
     save_trace: Annotated[
         str | None, typer.Option(help="Write every pass to this new folder, for --engine trace.")
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option("--max-bytes", help="Bytes that --save-trace may write. Default: 4 GiB.")
     ] = None,
     json: JsonFile = None,
     html: HtmlFile = None,

@@ -8,6 +8,7 @@ import typer
 
 from ..errors import UsageError
 from ..job import few_threads, quiet_libraries
+from ..kinds import KINDS
 from ..report.record import check_writable, write_record
 from .options import JsonFile, Quiet
 from .output import progress, show_text, split_words, width
@@ -23,16 +24,16 @@ def selftest(
 ):
     """Inject every kind of fault into a running engine: each must be seen by the right check, in the right place, and
     what is right must stay green."""
+    wanted = split_words(kind)
+    unknown = [name for name in wanted or () if name not in KINDS]
+    if unknown:
+        raise UsageError(f"kind: got {unknown[0]!r}, expected some of {', '.join(KINDS)}")
     if json is not None:
         check_writable(json)
     with quiet_libraries(), few_threads({"parameters": 0}):
         from ..report import selftest as view
-        from ..selftest import FAULTS, KINDS, run
+        from ..selftest import FAULTS, run
 
-        wanted = split_words(kind)
-        unknown = [name for name in wanted or () if name not in KINDS]
-        if unknown:
-            raise UsageError(f"kind: got {unknown[0]!r}, expected some of {', '.join(KINDS)}")
         faults = [fault for fault in FAULTS if wanted is None or fault.kind in wanted]
         with progress() as show:
             record = run(faults, progress=show)

@@ -11,19 +11,17 @@ import typer
 
 from ..errors import UsageError
 from ..report.drawing import draw_tree
-from ..report.record import ROUNDS, SERVER, load_record
+from ..report.record import ROUNDS, SERVER, SWEEP, load_record
 from ..report.terminal import (
-    Table,
     case_blocks,
     find_case,
     find_node,
+    laid_out,
     node_blocks,
     render,
     render_case,
     render_node,
     render_rounds,
-    titled,
-    wrap,
 )
 from .options import HtmlFile, Record
 from .output import show_text, unicode, viewing, width, write_html
@@ -44,7 +42,8 @@ def show(
     ] = Format.TABLE,
     html: HtmlFile = None,
 ):
-    """Show a record that compare or generate --json wrote: whole, one case or one node, one prompt or one round."""
+    """Show a record that --json of compare, generate, sweep or server wrote: whole, one case or one node, one prompt or
+    one round."""
     if node is not None and case is None:
         raise UsageError(f"node: got {node} without a case, expected --case ID too")
     if round is not None and prompt is None:
@@ -52,8 +51,8 @@ def show(
     if prompt is not None and case is not None:
         raise UsageError("prompt: got a case too, expected one of --case and --prompt")
     data = load_record(record, rounds=case is None and html is None)
-    if data["schema"] == SERVER:
-        return _show_servers(record, data, prompt, format)
+    if data["schema"] in (SERVER, SWEEP):
+        return _show_whole(record, data, prompt, format)
     if prompt is not None or data["schema"] == ROUNDS:
         return _show_rounds(record, data, prompt, round, format)
     with viewing(record):
@@ -68,14 +67,15 @@ def show(
     return 0
 
 
-def _show_servers(record, data: dict, prompt: str | None, format: Format) -> int:
-    """Two servers: the whole record, as a view or as JSON."""
-    from ..report import blackbox
+def _show_whole(record, data: dict, prompt: str | None, format: Format) -> int:
+    """Two servers or a sweep: the whole record, as a view or as JSON."""
+    from ..report import blackbox, sweep
 
+    name, render = {SERVER: ("server", blackbox.render), SWEEP: ("sweep", sweep.render_sweep)}[data["schema"]]
     if prompt is not None or format not in (Format.TABLE, Format.JSON):
-        raise UsageError(f"show: {record} is a record of server, expected no --prompt, and --format table or json")
+        raise UsageError(f"show: {record} is a record of {name}, expected no --prompt, and --format table or json")
     with viewing(record):
-        text = blackbox.render(data, width()) if format is Format.TABLE else _json(data, None, None)
+        text = render(data, width()) if format is Format.TABLE else _json(data, None, None)
     show_text(text)
     return 0
 
@@ -98,13 +98,9 @@ def _show_rounds(record, data: dict, prompt: str | None, place: int | None, form
         else:
             tokens = data.get("tokens", {})
             blocks = rounds.prompt_blocks(found) if place is None else rounds.round_blocks(found, place, tokens)
-            text = markdown.render_blocks(blocks) if format is Format.MARKDOWN else _laid_out(blocks)
+            text = markdown.render_blocks(blocks) if format is Format.MARKDOWN else laid_out(blocks, width())
     show_text(text)
     return 0
-
-
-def _laid_out(blocks) -> str:
-    return "\n\n".join(titled(block, width()) if isinstance(block, Table) else wrap(block, width()) for block in blocks)
 
 
 def _table(data: dict, case: dict | None, node: int | None) -> str:

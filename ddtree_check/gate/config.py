@@ -31,8 +31,9 @@ DEFAULTS = {
     "factor": 2.0,
 }
 MATRIX = ("model", "engine", "prompts", "budget", "dtype", "weights", "draft")  # in the order of a cell's name
+SECONDS = "a number of seconds, more than 0"
 SETTINGS = {  # key -> what it takes
-    "acceptance": "a number",
+    "acceptance": "a finite number",
     "length": "a whole number",
     "order": "a text",
     "seed": "a whole number",
@@ -44,12 +45,12 @@ SETTINGS = {  # key -> what it takes
     "attribute": "true or false",
     "shape": "a text",
     "candidates": "a whole number",
-    "temperature": "a number",
+    "temperature": "a finite number",
     "top_k": "a whole number",
-    "top_p": "a number",
-    "repetition_penalty": "a number",
-    "presence_penalty": "a number",
-    "frequency_penalty": "a number",
+    "top_p": "a finite number",
+    "repetition_penalty": "a finite number",
+    "presence_penalty": "a finite number",
+    "frequency_penalty": "a finite number",
     "history": "a text",
     "draws": "a whole number",
 }
@@ -69,13 +70,14 @@ GATE = {
     "history": "a text",
     "baseline": "a text",
     "nights": "a whole number",
-    "timeout": "a number",
-    "factor": "a number",
+    "timeout": SECONDS,
+    "factor": "a finite number",
 }
 KINDS = {
     "a text": lambda value: isinstance(value, str) and bool(value.strip()),
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12,
+    "a finite number": lambda value: isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e12,
+    SECONDS: lambda value: KINDS["a finite number"](value) and value > 0,
     "true or false": lambda value: isinstance(value, bool),
     "a list of texts": lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value),
 }
@@ -125,7 +127,6 @@ def load_config(path: str | Path) -> Config:
     gate = DEFAULTS | _values(where, "gate", data.get("gate", {}), GATE)
     _expect(gate["nights"] >= 1, where, "gate.nights", gate["nights"], "a number of at least 1")
     _expect(gate["factor"] >= 1, where, "gate.factor", gate["factor"], "a number of at least 1")
-    _expect(gate["timeout"] > 0, where, "gate.timeout", gate["timeout"], "seconds, more than 0")
     shared = _values(where, "settings", data.get("settings", {}), SETTINGS | OF_JOB)
     cells = []
     if "matrix" in data:
@@ -157,13 +158,12 @@ def load_config(path: str | Path) -> Config:
 
 
 def _one(where: str, what: str, case: dict, shared: dict, timeout: float) -> Cell:
-    own = {"name": "a text", "timeout": "a number"}
+    own = {"name": "a text", "timeout": SECONDS}
     _known(where, what, case, (*own, *MATRIX, *SETTINGS, *OF_JOB))
     chosen = {key: _axis(where, f"{what}: {key}", key, [case[key]])[0] if key in case else None for key in MATRIX}
     rest = {key: value for key, value in case.items() if key not in MATRIX}
     values = _values(where, what, rest, own | SETTINGS | OF_JOB)
     limit = values.pop("timeout", timeout)
-    _expect(limit > 0, where, f"{what}: timeout", limit, "seconds, more than 0")
     return Cell(values.pop("name", _name(chosen)), _job(chosen, shared | values), limit)
 
 
@@ -249,9 +249,9 @@ def _expect(good: bool, where: str, what: str, got: object, expected: str) -> No
 
 def validate(config: Config) -> None:
     """Raises UsageError for what a run of any cell would refuse before it looks for its model. Imports torch."""
-    from ..check import Settings
     from ..engines import find_engine
     from ..engines.loading import parse_dtype
+    from ..settings import Settings
 
     for cell in config.cells:
         job = cell.job

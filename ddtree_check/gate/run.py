@@ -23,6 +23,8 @@ from ..history import CellNight, Night, check_history, nights, store
 from ..journal import append_journal, read_journal
 from ..report import html, junit, nightly
 from ..report.record import load_record
+from ..report.terminal import case_where
+from ..words import counted
 from .baseline import Baseline, Metric, envelope, load_baseline, metrics, outside, write_baseline
 from .cells import CellResult, run_cell, slug
 from .config import Cell, Config, fingerprint
@@ -223,12 +225,13 @@ def _trend(cell: str, name: str, metric: Metric, earlier: Sequence[Night]) -> di
 
 
 def _cases(record: dict) -> list[dict]:
-    """Each case of a record with the verdict and reason of the modes that decide."""
+    """Each case of a record with the verdict and reason of the modes that decide, and where their faults enter."""
     required = record["settings"]["require"]
     return [
         {
             "id": case["id"],
             "modes": {mode: {key: case["modes"][mode][key] for key in ("verdict", "reason")} for mode in required},
+            "where": case_where(case, *required),
         }
         for case in record["cases"]
     ]
@@ -245,13 +248,17 @@ def _notes(config: Config, night: dict, frozen: Baseline | None, judge: bool) ->
         found.append(f"baseline: {config.baseline} is not there; freeze one with gate --freeze")
     elif judge:
         if missing := [cell["name"] for cell in night["cells"] if cell["in_baseline"] is False and cell["metrics"]]:
-            found.append(f"baseline: {len(missing)} cases are not in it, the first {missing[0]}; freeze it again")
+            found.append(
+                f"baseline: not in it: {counted(len(missing), 'case')}, the first {missing[0]}; freeze it again"
+            )
         here, there = (where.get("device") for where in (night["environment"], frozen.environment))
         if here and here != there:
             found.append(f"baseline: frozen on {there}, this run is on {here}: their noise may differ")
         names = {cell["name"] for cell in night["cells"]}
         if unused := [name for name in frozen.cells if name not in names]:
-            found.append(f"baseline: {len(unused)} cases were frozen and are not run any more, the first {unused[0]}")
+            found.append(
+                f"baseline: frozen and not run any more: {counted(len(unused), 'case')}, the first {unused[0]}"
+            )
     return found
 
 
@@ -259,8 +266,8 @@ def _line(night: dict, code: int) -> str:
     verdicts = [cell["verdict"] for cell in night["cells"]]
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
     drifts = sum(len(cell["drifts"]) for cell in night["cells"])
-    out = f"; {drifts} metrics outside the baseline" if drifts else ""
-    return f"gate {night['gate']}: {TEXTS[code]}, {len(verdicts)} cases: {counts}{out}, exit code {code}"
+    out = f"; {counted(drifts, 'metric')} outside the baseline" if drifts else ""
+    return f"gate {night['gate']}: {TEXTS[code]}, {counted(len(verdicts), 'case')}: {counts}{out}, exit code {code}"
 
 
 def _night(config: Config, head: dict, night: dict) -> Night:
@@ -295,7 +302,7 @@ def _freeze(config: Config, night: dict, records: Sequence[dict | None], earlier
         }
     write_baseline(config.baseline, Baseline(night["started"], night["environment"], cells))
     night["frozen"] = night["started"]
-    night["notes"].append(f"freeze: {config.baseline} holds {len(cells)} cases")
+    night["notes"].append(f"freeze: {config.baseline} holds {counted(len(cells), 'case')}")
 
 
 def _report(config: Config, night: dict, records: Sequence[dict | None], earlier: Sequence[Night]) -> None:

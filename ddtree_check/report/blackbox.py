@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..words import counted
 from .terminal import BEYOND, WORST, Table, titled, wrap
 from .text import number, plain, size
 
@@ -70,7 +71,7 @@ def _worst(record: dict) -> Table | str:
         for name, run, at, p in found[:WORST]
     ]
     headers = ("prompt", "run", "token", "verdict", "|Δ|", "regret", "margin", "reference → server")
-    return Table(f"Worst of {len(found)} tokens beyond the band", headers, rows, spare=("margin",))
+    return Table(f"Worst of {counted(len(found), 'token')} beyond the band", headers, rows, spare=("margin",))
 
 
 def _token(text: str) -> str:
@@ -86,8 +87,9 @@ def _remarks(record: dict) -> str:
     lines = [
         f"Band: the reference differs from itself by at most {number(band['largest'])} nats; beyond it: {beyond}. "
         f"Both servers on forced text, without speculation: {control}.",
-        f"Coverage: {seen['prompts']} prompts, {seen['not_run']} not run; {seen['compared']} of {seen['tokens']} "
-        f"tokens compared; {seen['same_text']} of {seen['runs']} texts are the reference's.",
+        f"Coverage: {counted(seen['prompts'], 'prompt')}, {seen['not_run']} not run; "
+        f"{seen['compared']} of {seen['tokens']} tokens compared; "
+        f"{seen['same_text']} of {seen['runs']} texts are the reference's.",
         "Cannot be seen from here: " + "; ".join(map(plain, record["cannot_see"])) + ".",
     ]
     lines += [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .text import plain, token_text
 
 LINES = {False: ("├─ ", "└─ ", "│  ", "   "), True: ("|- ", "`- ", "|  ", "   ")}
+
+
+def children_of(nodes: Sequence[dict]) -> list[list[int]]:
+    """The nodes that continue each node of a record's case."""
+    children: list[list[int]] = [[] for _ in nodes]
+    for node in nodes[1:]:
+        children[node["parent"]].append(node["node"])
+    return children
 
 
 def draw_tree(case: dict, mode: str = "tree_unforked", tokens: dict[str, str] | None = None, ascii_only: bool = False):
@@ -18,9 +28,7 @@ def draw_tree(case: dict, mode: str = "tree_unforked", tokens: dict[str, str] | 
     tokens = tokens or {}
     tee, corner, bar, gap = LINES[ascii_only]
     nodes = case["nodes"]
-    children: list[list[int]] = [[] for _ in nodes]
-    for node in nodes[1:]:
-        children[node["parent"]].append(node["node"])
+    children = children_of(nodes)
     words = {
         name: "not run" if case["modes"][name]["verdict"] in ("unsupported", "not_run") else "not judged"
         for name in ("tree_forked", "tree_unforked")

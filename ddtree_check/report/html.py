@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from .terminal import BEYOND, CONTROL, Table, blocks, mode_verdict, verdict_line
+from ..words import counted
+from .drawing import children_of
+from .terminal import BEYOND, CONTROL, Table, blocks, mode_verdict, verdict_line, where_lines
 from .text import number, plain, token_text
 
 COLOURS = {  # of verdicts, told apart by people who do not see red and green; and each has a shape of its own
@@ -50,8 +52,8 @@ def render(record: dict) -> str:
     page = _Page()
     run = page.run(record, "record")
     line = verdict_line(record)
-    reasons = record["verdict"]["reasons"]
-    return page.render(title=line, state=STATES.get(record["exit_code"], "unsure"), notes=reasons, runs=[run], cells=[])
+    notes = [*record["verdict"]["reasons"], *where_lines(record)]
+    return page.render(title=line, state=STATES.get(record["exit_code"], "unsure"), notes=notes, runs=[run], cells=[])
 
 
 def render_gate(night: dict, records: Sequence[dict | None], past: Sequence[tuple[str, dict]]) -> str:
@@ -59,13 +61,13 @@ def render_gate(night: dict, records: Sequence[dict | None], past: Sequence[tupl
 
     past: (started, {cell: (verdict, seconds, metrics)}) of the earlier nights, the oldest first.
     """
-    from .nightly import drift_text
+    from .nightly import drift_text, where_texts
 
     page = _Page()
     cells, runs = [], []
     for place, (cell, record) in enumerate(zip(night["cells"], records, strict=True)):
         why = [plain(cell["reason"])] if cell["reason"] else []
-        why += [plain(drift_text(drift)) for drift in cell["drifts"]]
+        why += [plain(text) for text in (*map(drift_text, cell["drifts"]), *where_texts(cell))]
         run = None
         if record is not None:
             run = page.run(record, f"cell-{place}", cell["name"])
@@ -186,9 +188,7 @@ def _text(value: object) -> str:
 def _places(case: dict) -> list[tuple[float, int]]:
     """(x, depth) of each node: leaves side by side, a node over the middle of its children."""
     nodes = case["nodes"]
-    children: list[list[int]] = [[] for _ in nodes]
-    for node in nodes[1:]:
-        children[node["parent"]].append(node["node"])
+    children = children_of(nodes)
     order, waiting = [], [0]
     while waiting:
         node = waiting.pop()
@@ -337,7 +337,7 @@ def _hover(case: dict, node: dict, tokens: dict[str, str]) -> str:
     state = "clean" if node["clean"] else "contaminated"
     lines = [
         f"node {node['node']} {token_text(node['token'], tokens)}, parent {node['parent']}, depth {node['depth']}",
-        f"{CONTROL} reads node {node['read_from']}: {node['leaked']} foreign tokens, {state}",
+        f"{CONTROL} reads node {node['read_from']}: {counted(node['leaked'], 'foreign token')}, {state}",
         f"ar chooses {token_text(node['ar']['argmax'], tokens)}, margin {number(node['ar']['margin'])}",
     ]
     for mode, found in case["modes"].items():

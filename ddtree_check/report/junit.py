@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from .nightly import drift_text
-from .text import plain
+from .nightly import drift_text, where_texts
+from .text import GREEN, plain
 
 BROKEN = ("fail", "drift")
 
@@ -24,12 +24,14 @@ def render(night: dict) -> str:
         for name, value in facts.items():
             ElementTree.SubElement(properties, "property", name=plain(name), value=plain(value))
         for case in cell["cases"]:
-            bad = {mode: found for mode, found in case["modes"].items() if found["verdict"] not in _GOOD}
-            words = "; ".join(f"{mode}: {found['verdict']}: {found['reason']}" for mode, found in bad.items())
+            bad = {mode: found for mode, found in case["modes"].items() if found["verdict"] not in GREEN}
+            words = [f"{mode}: {found['verdict']}: {found['reason']}" for mode, found in bad.items()]
+            words = "; ".join([*words, *case["where"]])
             failed = any(found["verdict"] == "fail" for found in bad.values())
             _test(suite, cell, case["id"], 0.0, ("failure" if failed else "error") if bad else None, words)
         kind = None if cell["verdict"] == "pass" else "failure" if cell["verdict"] == "fail" else "error"
         said = cell["verdict"] + (f": {cell['reason']}" if cell["reason"] else "")
+        said = "; ".join([said, *where_texts(cell)])
         _test(suite, cell, "verdict", cell["seconds"], None if cell["verdict"] == "drift" else kind, said)
         if cell["in_baseline"]:
             words = "; ".join(drift_text(drift) for drift in cell["drifts"])
@@ -49,7 +51,6 @@ def render(night: dict) -> str:
 
 
 _HEAD = '<?xml version="1.0" encoding="UTF-8"?>\n'
-_GOOD = ("pass", "known_failure")
 
 
 def _test(suite: ElementTree.Element, cell: dict, name: str, seconds: float, kind: str | None, words: str) -> None:

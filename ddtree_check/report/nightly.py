@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..words import counted
 from .markdown import escaped, table
 from .terminal import Table
 from .text import number, plain
@@ -24,7 +25,7 @@ def render(night: dict) -> str:
     ]
     frozen = f"baseline of {night['frozen'][:19]}" if night["frozen"] else "no baseline"
     parts.append(
-        escaped(plain(" · ".join([night["started"][:19], *where, frozen, f"{night['earlier']} earlier nights"])))
+        escaped(plain(" · ".join([night["started"][:19], *where, frozen, counted(night["earlier"], "earlier night")])))
     )
     bad = [cell for cell in night["cells"] if cell["verdict"] != "pass"]
     if bad:
@@ -48,7 +49,12 @@ def render(night: dict) -> str:
 
 def _why(cell: dict) -> str:
     words = [cell["reason"]] if cell["reason"] else []
-    return plain("; ".join([*words, *(drift_text(drift) for drift in cell["drifts"])]) or "see the record")
+    return plain("; ".join([*words, *map(drift_text, cell["drifts"]), *where_texts(cell)]) or "see the record")
+
+
+def where_texts(cell: dict) -> list[str]:
+    """Where the faults enter that were looked into, in the modes that decide."""
+    return [line for case in cell["cases"] for line in case["where"]]
 
 
 def drift_text(drift: dict) -> str:

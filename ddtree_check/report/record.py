@@ -9,10 +9,13 @@ from .. import files
 from ..errors import usage_errors
 from ..files import parse_json, read_text, write_text
 from ..tree import DraftTree
+from ..words import counted
+from .text import GREEN
 
 READABLE = ("ddtree-check/1",)
 ROUNDS = "ddtree-check/rounds/1"  # what generate writes
 SERVER = "ddtree-check/server/1"  # what server writes
+SWEEP = "ddtree-check/sweep/1"  # what sweep writes
 NEEDED = {  # keys that the views rely on
     "record": {
         "environment": dict,
@@ -27,6 +30,7 @@ NEEDED = {  # keys that the views rely on
     },
     "rounds": {"environment": dict, "model": dict, "settings": dict, "rounds": dict, "verdict": dict, "exit_code": int},
     "server": {"environment": dict, "settings": dict, "prompts": list, "band": dict, "coverage": dict, "verdict": dict},
+    "sweep": {"environment": dict, "model": dict, "settings": dict, "rows": list, "answers": list, "verdict": dict},
     "found": {"prompts": list, "summary": dict, "coverage": dict},
     "prompt": {"id": str, "prompt_tokens": list, "modes": dict},
     "case": {"id": str, "tree": dict, "nodes": list, "modes": dict, "acceptance": dict, "leak_law": dict},
@@ -47,8 +51,8 @@ def check_writable(path: str | Path) -> None:
 
 
 def load_record(path: str | Path, *, rounds: bool = False) -> dict:
-    """Reads a record; with `rounds`, one of rounds or of two servers as well. Raises UsageError naming the file and
-    what is missing from it."""
+    """Reads a record; with `rounds`, one of rounds, a sweep or two servers as well. Raises UsageError naming the file
+    and what is missing from it."""
     with usage_errors():
         record = parse_json(read_text(path), str(path))
         if isinstance(record, dict) and record.get("schema") == ROUNDS:
@@ -59,8 +63,11 @@ def load_record(path: str | Path, *, rounds: bool = False) -> dict:
             for index, prompt in enumerate(record["rounds"]["prompts"]):
                 _needs(prompt, "prompt", f"{path}: rounds.prompts[{index}]")
             return record
-        if isinstance(record, dict) and record.get("schema") == SERVER and rounds:
-            _needs(record, "server", str(path))
+        whole = {SERVER: "server", SWEEP: "sweep"}.get(record.get("schema")) if isinstance(record, dict) else None
+        if whole:
+            if not rounds:
+                raise ValueError(f"{path}: a record of {whole}, which has no cases; show it whole")
+            _needs(record, whole, str(path))
             return record
         if not isinstance(record, dict) or record.get("schema") not in READABLE:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
@@ -71,11 +78,21 @@ def load_record(path: str | Path, *, rounds: bool = False) -> dict:
             for place, node in enumerate(case["nodes"]):
                 _needs(node, "node", f"{path}: case {case['id']}: nodes[{place}]")
             try:
-                DraftTree.from_json(case["tree"])
+                _same_nodes(case["nodes"], DraftTree.from_json(case["tree"]))
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{path}: case {case['id']}: {error}; make the record again") from None
         _follows(record, str(path))
     return record
+
+
+def _same_nodes(nodes: list[dict], tree: DraftTree) -> None:
+    """Raises ValueError for nodes that are not the tree's, each in its place."""
+    if len(nodes) != len(tree):
+        raise ValueError(f"got {counted(len(nodes), 'node')}, its tree has {len(tree)}")
+    for place, node in enumerate(nodes):
+        got, wanted = (node["node"], node["parent"], node["token"]), (place, tree.parents[place], tree.tokens[place])
+        if got != wanted:
+            raise ValueError(f"nodes[{place}] is node, parent and token {got}, its tree has {wanted}")
 
 
 def _follows(record: dict, where: str) -> None:
@@ -85,10 +102,12 @@ def _follows(record: dict, where: str) -> None:
     required = record["settings"].get("require", ())
     if not record["cases"]:
         raise ValueError(f"{where}: a pass of no case; make the record again")
+    if (record["floor"].get("systematic") or {}).get("beyond") and "tree_forked" in required:
+        raise ValueError(f"{where}: a pass, though tree_forked is systematically above noise; make the record again")
     for case in record["cases"]:
         for mode in required:
             found = case["modes"].get(mode, {}).get("verdict")
-            if found not in ("pass", "known_failure"):
+            if found not in GREEN:
                 raise ValueError(f"{where}: a pass, though case {case['id']} has {mode} {found}; make the record again")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..words import counted
 from .terminal import Table
 from .text import number, plain, token_text
 
@@ -51,7 +52,7 @@ def prompt_blocks(prompt: dict) -> list[Table | str]:
             counts = [found[name] for name in ("accepted", "ar_accepted", "emitted")]
             rows.append((found["round"], found["position"], drafted, *counts, off, *where, number(found["drift"])))
         title = (
-            f"Prompt {plain(prompt['id'])}, {mode}: {len(run['tokens'])} tokens, ended by {run['ended']}, "
+            f"Prompt {plain(prompt['id'])}, {mode}: {counted(len(run['tokens']), 'token')}, ended by {run['ended']}, "
             f"{run['agreement']:.1%} of them plain decoding's"
         )
         blocks.append(Table(title, headers, rows, spare=("drift", "margin")))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from .text import number, plain, size, token_text
+from ..words import counted
+from .text import GREEN, number, plain, size, token_text
 
 BEYOND = ("leak", "flip")
 CONTROL = "tree_unforked"
@@ -63,10 +64,12 @@ def render(record: dict, width: int | None = None, quiet: bool = False) -> str:
     """The whole view. width: columns of the screen, None if it does not matter. quiet: the verdict alone."""
     if quiet:
         return verdict_line(record)
-    parts: list[str] = []
-    for block in blocks(record):
-        parts.append(titled(block, width) if isinstance(block, Table) else wrap(block, width))
-    return "\n\n".join([*parts, verdict_line(record)])
+    return f"{laid_out(blocks(record), width)}\n\n{verdict_line(record)}"
+
+
+def laid_out(blocks: Sequence[Table | str], width: int | None) -> str:
+    """Tables and paragraphs as they stand on a screen of that many columns."""
+    return "\n\n".join(titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in blocks)
 
 
 def titled(table: Table, width: int | None) -> str:
@@ -250,7 +253,7 @@ def acceptance_table(record: dict) -> Table:
         )
     headers = ("mode", "accepted per round", "wrong accepts", "wrong rejects", "wrong bonus", "by tie")
     rounds = len(record["cases"])
-    title = f"Acceptance over {rounds} rounds, greedy (accepted excludes root and bonus; wrong against ar)"
+    title = f"Acceptance over {counted(rounds, 'round')}, greedy (accepted excludes root and bonus; wrong against ar)"
     return Table(title, headers, rows)
 
 
@@ -320,14 +323,15 @@ def sampling_blocks(record: dict) -> list[Table | str]:
     )
     found: list[Table | str] = [Table(title, headers, rows, spare=("largest KL", "own p", "cut"))]
     headers = ("mode", "accepted", "ar accepted", "wrong accepts", "wrong rejects", "wrong bonus", "by tie")
-    found.append(Table(f"Acceptance over {len(record['cases'])} rounds under shared noise", headers, walks))
+    found.append(Table(f"Acceptance over {counted(len(record['cases']), 'round')} under shared noise", headers, walks))
     lines = [f"Acceptance: {'; '.join(notes)}."] if notes else []
     if draws := next((found["draws"] for found in sampling["modes"].values() if found["draws"]), None):
         seen = "" if draws["visible"] is None else f", {draws['visible']:.2g} with 90%"
         lines.append(
-            f"Draws: {draws['count']} walks behind {draws['prompts']} prompts a mode, against ar's exact distribution "
-            f"and the mode's own; level {sampling['level']:g} over all modes. A total variation of "
-            f"{sampling['effect']:g} in the outcomes of every case is seen with a chance of {draws['power']:.0%}{seen}."
+            f"Draws: {counted(draws['count'], 'walk')} behind {counted(draws['prompts'], 'prompt')} a mode, against "
+            f"ar's exact distribution and the mode's own; level {sampling['level']:g} over all modes. A total "
+            f"variation of {sampling['effect']:g} in the outcomes of every case is seen with a chance of "
+            f"{draws['power']:.0%}{seen}."
         )
     return [*found, "\n".join(lines)] if lines else found
 
@@ -370,10 +374,7 @@ def commit_blocks(record: dict) -> list[Table | str]:
 def render_rounds(record: dict, width: int | None = None, quiet: bool = False) -> str:
     """The view of a record of rounds alone."""
     last = rounds_verdict(record)
-    if quiet:
-        return last
-    parts = [titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in rounds_view(record)]
-    return "\n\n".join([*parts, last])
+    return last if quiet else f"{laid_out(rounds_view(record), width)}\n\n{last}"
 
 
 def rounds_view(record: dict) -> list[Table | str]:
@@ -430,8 +431,8 @@ def rounds_blocks(rounds: dict) -> list[Table | str]:
     blocks += drafter_lines(rounds["summary"])
     seen = rounds["coverage"]
     blocks.append(
-        f"Coverage: of {seen['rounds']} drafted rounds {seen['accepted_two_or_more']:.0%} accept two nodes or more and "
-        f"{seen['side_branch_accepts']:.0%} leave the first branch{_asked(seen)}."
+        f"Coverage: of {counted(seen['rounds'], 'drafted round')} {seen['accepted_two_or_more']:.0%} accept two nodes "
+        f"or more and {seen['side_branch_accepts']:.0%} leave the first branch{_asked(seen)}."
     )
     return blocks
 
@@ -488,8 +489,8 @@ def batch_blocks(batch: dict) -> list[Table | str]:
         blocks.append(f"First: {plain(shown[0]['says'])}")
     seen = batch["coverage"]
     blocks.append(
-        f"Coverage of batches: {seen['groups']} groups, {seen['unequal_lengths']} of unequal lengths, prompts of "
-        f"{seen['shortest']} to {seen['longest']} tokens."
+        f"Coverage of batches: {counted(seen['groups'], 'group')}, {seen['unequal_lengths']} of unequal lengths, "
+        f"prompts of {seen['shortest']} to {seen['longest']} tokens."
     )
     return blocks
 
@@ -501,7 +502,7 @@ def drafter_lines(summary: dict) -> list[str]:
         if drafter := found.get("drafter"):
             ngram = drafter["ngram"]
             ngram = "" if ngram is None else f" (of an n-gram draft in the same places {ngram:.2f})"
-            polluted = f"; polluted in {drafter['polluted']} rounds" if drafter["polluted"] else ""
+            polluted = f"; polluted in {counted(drafter['polluted'], 'round')}" if drafter["polluted"] else ""
             text = (
                 f"expected {drafter['expected']:.2f} nodes a round, plain decoding accepts {drafter['accepted']:.2f} "
                 f"of its drafts{ngram}{polluted}{': ' + drafter['says'] if drafter['says'] else ''}."
@@ -533,12 +534,15 @@ def remarks(record: dict) -> str:
     lines = [
         f"Noise: largest control |Δ|: {controls}. Beyond noise: {floor['rule']}, factor {floor['factor']:g}, "
         f"ulps {floor['ulps']:g}, node by node.",
-        f"Coverage: {seen['cases']} cases, {seen['nodes']} nodes, {seen['branch_nodes']} branch nodes, "
+        f"Coverage: {counted(seen['cases'], 'case')}, {counted(seen['nodes'], 'node')}, "
+        f"{counted(seen['branch_nodes'], 'branch node')}, "
         f"{seen['contaminated']} contaminated; {seen['near_moved']} of {seen['near']} near a skip edge moved; rounds "
         f"with two or more accepted {seen['accepted_two_or_more']}, off the first branch "
         f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}; "
         f"{'commits: ' + str(seen['commits']) if seen.get('commits') else 'no commit was looked at (--accept does)'}.",
     ]
+    if above := floor.get("systematic"):
+        lines.insert(1, _systematic(above, record["environment"].get("dtype")))
     if leak["rounds"]:
         lines.append(
             f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
@@ -551,6 +555,7 @@ def remarks(record: dict) -> str:
             f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
             f"tokens; what that does was not seen, for {CONTROL} was not run."
         )
+    lines += draft_lines(record)
     lines += tie_lines(record)
     if oracle := record.get("oracle"):
         errors = ", ".join(
@@ -560,23 +565,55 @@ def remarks(record: dict) -> str:
         )
         outlier = "; ar is the outlier" if oracle["ar_is_the_outlier"] else ""
         lines.append(f"Against float64, median |Δ|: {errors}{outlier}.")
-    lines += where_lines(record)
     lines += [f"Trace: {plain(note)}." for note in record.get("trace", {}).get("notes", ())]
     lines += [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
+    lines += where_lines(record)
     if record.get("command"):
         lines.append(f"Again: {plain(record['command'])}")
     return "\n".join(lines)
 
 
+def draft_lines(record: dict) -> list[str]:
+    """What the draft expected of its trees and what plain decoding accepts of them; nothing of trees that were given,
+    and nothing of `self`, whose errors are drawn."""
+    found = [case for case in record["cases"] if "expected" in case["tree"].get("source", {})]
+    if not found or record["settings"]["draft"] == "self":
+        return []
+    expected = statistics.fmean(case["tree"]["source"]["expected"] for case in found)
+    accepted = statistics.fmean(case["acceptance"]["ar"]["accepted"] for case in found)
+    name = (record["model"].get("drafter") or {}).get("name") or f"of {record['settings']['draft']}"
+    return [
+        f"Draft {plain(name)}: expected {expected:.2f} nodes a round, plain decoding accepts {accepted:.2f} of its "
+        f"drafts{'' if accepted >= expected else '; what is missing is drafter-side, no verify takes part in it'}."
+    ]
+
+
+def _systematic(above: dict, dtype: str) -> str:
+    """What the run could see of wrong positions and masks, which may hide below a coarse dtype's floor."""
+    prompts = f"{above['prompts']} prompts"
+    if not above["judged"]:
+        return (
+            f"Systematic: not judged: {prompts} with noise to compare with, {above['least']} are needed; in {dtype} "
+            "wrong positions and masks of attention may hide below the floor: give more prompts, or --dtype float32."
+        )
+    return (
+        f"Systematic: errors of tree_forked {number(above['ratio'])} x those of chains as wide in {prompts}, "
+        f"{'beyond' if above['beyond'] else 'within'} {number(above['limit'])}; one wrong position or mask bit at a "
+        f"single node may still hide in {dtype}, not in float32."
+    )
+
+
 def where_lines(record: dict) -> list[str]:
     """Where the faults enter that were looked into, a paragraph each."""
-    return [line for case in record["cases"] for line in _where(case)]
+    return [line for case in record["cases"] for line in case_where(case)]
 
 
-def _where(case: dict) -> list[str]:
+def case_where(case: dict, *modes: str) -> list[str]:
+    """The same of one case, in these modes or in all."""
     return [
         f"Where ({found['mode']} in {plain(case['id'])}, {found['nodes']} beyond): {plain(found['text'])}."
-        for found in case.get("attribution", {}).values()
+        for mode, found in case.get("attribution", {}).items()
+        if not modes or mode in modes
     ]
 
 
@@ -592,27 +629,34 @@ def tie_lines(record: dict) -> list[str]:
     if equal:
         case, node, ids = equal[0]
         lines.append(
-            f"Ties: at {len(equal)} nodes ar's largest logits are equal, margin 0 (first: {case}, node {node}, tokens "
-            f"{' '.join(map(str, ids))})."
+            f"Ties: at {counted(len(equal), 'node')} ar's largest logits are equal, margin 0 (first: {case}, node "
+            f"{node}, tokens {' '.join(map(str, ids))})."
         )
     for mode, found in rules.items():
         case, one = found[0]
         lines.append(
-            f"Tie rule differs: {mode} takes another of equal logits than ar at {len(found)} nodes (first: {case}, "
-            f"node {one['node']}, ar {one['ar']}, {mode} {one['mode']}); the logits are the same."
+            f"Tie rule differs: {mode} takes another of equal logits than ar at {counted(len(found), 'node')} (first: "
+            f"{case}, node {one['node']}, ar {one['ar']}, {mode} {one['mode']}); the logits are the same."
         )
     return lines
 
 
 def verdict_line(record: dict) -> str:
     modes = ", ".join(f"{mode} {record['verdict']['modes'][mode]}" for mode in record["settings"]["require"])
-    passed = all(record["verdict"]["modes"][mode] == "pass" for mode in record["settings"]["require"])
+    passed = all(record["verdict"]["modes"][mode] in GREEN for mode in record["settings"]["require"])
     if passed and record["exit_code"]:  # the logits are right, something else is not
-        modes += "; see Because"
+        modes += f"; {_decisive(record)}"
     # A pass on a chain, or on a model without a recurrence, says nothing about forking.
     nothing = record["verdict"]["sensitive"] is None and not record["coverage"].get("contaminated")
     empty = "; nothing to leak here, no fork was exercised" if nothing else ""
     return f"verdict: {record['verdict']['text']} ({modes}{empty}), exit code {record['exit_code']}"
+
+
+def _decisive(record: dict) -> str:
+    """The reason behind the exit code, as far as a headline has room for it."""
+    reasons = [plain(reason) for reason in record["verdict"]["reasons"]] or ["no reason is recorded"]
+    decisive = next((reason for reason in reasons if record["exit_code"] == 1 and ": fail" in reason), reasons[0])
+    return decisive.partition(" (")[0].partition("; ")[0]
 
 
 def find_case(record: dict, name: str) -> dict:
@@ -648,7 +692,7 @@ def case_blocks(record: dict, case: dict) -> list[Table | str]:
         for mode, result in case["modes"].items()
         if result["reason"]
     ]
-    return [table, *reasons, *_where(case)]
+    return [table, *reasons, *case_where(case)]
 
 
 def render_case(record: dict, case: dict, width: int | None = None) -> str:
@@ -676,9 +720,10 @@ def node_blocks(record: dict, case: dict, place: int) -> list[Table | str]:
     facts = [
         f"Case {plain(case['id'])}, node {place}: token {token_text(node['token'], tokens)}, depth {node['depth']}",
         f"path {steps}",
-        f"parent {node['parent']}; unforked reads from {node['read_from']}, {node['leaked']} foreign tokens, "
+        f"parent {node['parent']}; unforked reads from {node['read_from']}, "
+        + f"{counted(node['leaked'], 'foreign token')}, "
         + ("clean" if node["clean"] else "contaminated")
-        + ("" if after is None else f", {after} rows after a skip edge"),
+        + ("" if after is None else f", {counted(after, 'row')} after a skip edge"),
         f"ar chooses {token_text(node['ar']['argmax'], tokens)} by a margin of {number(node['ar']['margin'])}",
         "controls |Δ|: "
         + (", ".join(f"{name} {number(value)}" for name, value in node["controls"].items()) or "none was run"),
@@ -687,7 +732,7 @@ def node_blocks(record: dict, case: dict, place: int) -> list[Table | str]:
             for mode, found in case.get("attribution", {}).items()
             if str(place) in found["first"]
         ),
-        *_where(case),
+        *case_where(case),
     ]
     headers = ("mode", "verdict", "|Δ|", "floor", "rms", "KL", "TV", "rank of ar's", "token")
     rows = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 WIDEST_TOKEN = 18
+GREEN = ("pass", "known_failure")  # verdicts of a mode that leave a run green
 
 
 def plain(text: object) -> str:

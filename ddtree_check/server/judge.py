@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ..server.api import Completion
+from ..words import counted
 
 PASS, DEFECT, INCONCLUSIVE = 0, 1, 2
 TEXTS = {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}
@@ -154,7 +155,7 @@ def _reasons(rule: Rule, band, bound, counts, typical, coverage, control) -> tup
     reasons = []
     if counts["flip"] or counts["leak"]:
         reasons.append(
-            f"{counts['flip']} tokens that the reference would not have chosen and {counts['leak']} whose "
+            f"{counted(counts['flip'], 'token')} that the reference would not have chosen and {counts['leak']} whose "
             f"log-probabilities are off, beyond {bound:.3g} nats"
         )
     own, runs = typical["own"], typical["runs"]
