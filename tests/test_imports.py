@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -241,6 +243,37 @@ def test_a_hidden_torch_import_is_seen(tmp_path):
     write(tmp_path, "outer.py", "import inner")
     write(tmp_path, "inner.py", "import torch")
     assert heavy_after_import("outer", tmp_path) == ["torch"]
+
+
+def unknown_names(source: str) -> list[str]:
+    """What a script takes from the package and the package does not have; only the modules it names are imported."""
+    tree, modules, missing = ast.parse(source), {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ddtree_check":
+            held = importlib.import_module(node.module)
+            for alias in node.names:
+                with contextlib.suppress(ImportError):
+                    modules[alias.asname or alias.name] = importlib.import_module(f"{node.module}.{alias.name}")
+                    continue
+                missing += [f"{node.module}.{alias.name}"] if not hasattr(held, alias.name) else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            held = modules[node.value.id]
+            missing += [f"{held.__name__}.{node.attr}"] if not hasattr(held, node.attr) else []
+    return missing
+
+
+SCRIPTS = sorted([*(REPO / "benchmarks").glob("*.py"), *(REPO / "fixtures" / "scripts").glob("*.py")])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_that_no_test_runs_name_what_there_is(script):
+    assert unknown_names(script.read_text()) == []
+
+
+def test_a_name_that_was_changed_is_seen():
+    source = "from ddtree_check import inject\nfrom ddtree_check.tree import DraftTree, Bush\ninject.keys_alone()"
+    assert unknown_names(source) == ["ddtree_check.tree.Bush", "ddtree_check.inject.keys_alone"]
 
 
 def test_fixtures_are_found_in_a_wheel_and_in_a_clone(tmp_path):
