@@ -31,6 +31,7 @@ FILES = {  # entry: modules that may hold it, the newest layout first
         "sglang.kernels.ops.attention.fla.fused_sigmoid_gating_recurrent",  # 0.5.17
     ),
     "selective_state_update": ("sglang.kernels.ops.mamba.triton_ops.mamba_ssm",),
+    "extend_attention_fwd": ("sglang.kernels.ops.attention.extend_attention",),
     "fused_mamba_state_scatter_with_mask": ("sglang.kernels.ops.mamba.mamba_state_scatter_triton",),
 }
 NEEDS = "both: make test-kernels puts them into .kernels (PYTHONPATH=.kernels), or pip install --no-deps sglang triton"
@@ -77,7 +78,9 @@ def _prepare() -> None:
     _stand_in("sglang.kernels.jit", is_arch_support_pdl=no)
     _stand_in("sglang.kernels.jit.utils", is_arch_support_pdl=no)
     _stand_in("sglang.srt")
-    platform = dict.fromkeys(("is_cuda", "is_hip", "is_npu", "is_xpu", "is_gfx95_supported", "is_sm90_supported"), no)
+    _stand_in("sglang.srt.environ", envs=None)
+    asked = ("is_cuda", "is_hip", "is_npu", "is_xpu", "is_gfx95_supported", "is_gfx1250_supported", "is_sm90_supported")
+    platform = dict.fromkeys(asked, no)
     numbers = {"get_device_sm": lambda *_: 0, "get_device_core_count": lambda *_: 1}
     _stand_in("sglang.srt.utils", **platform, **numbers)
     _stand_in("sglang.srt.utils.common", **platform, **numbers)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,12 +146,9 @@ BRANCHED = {  # the last node of the first is a child of the root; behind row 8 
 
 
 @pytest.fixture
-def extend_attention(monkeypatch):
-    """`extend_attention_fwd`: SGLang's verify runs its Triton attention by it."""
-    sglang.entry("causal_conv1d_update")  # puts the stand-ins up; this file asks for two names more
-    monkeypatch.setattr(sys.modules["sglang.srt.utils"], "is_gfx1250_supported", lambda: False, raising=False)
-    monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=None))
-    return importlib.import_module("sglang.kernels.ops.attention.extend_attention").extend_attention_fwd
+def extend_attention():
+    """SGLang's verify runs its Triton attention by it."""
+    return sglang.entry("extend_attention_fwd")
 
 
 class Verify:
