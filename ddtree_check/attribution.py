@@ -473,6 +473,12 @@ class _Hunt:
             where = "enters before the first layer: the rows are not the tree's tokens,"
         elif entry.channel == "head":
             where = "enters behind the last layer (head)"
+        elif entry.channel in ("mask", "positions") and not reads(
+            self.layers[entry.layer : entry.layer + 1], Attention
+        ):
+            # The layer that it enters at stays within a coarse floor; what it feeds does not.
+            where = f"is first beyond noise at layer {entry.layer} ({_words(entry.kind)}) and enters by "
+            where += f"{_said(entry.channel)}, so at an attention layer before it,"
         else:
             where = f"enters at layer {entry.layer} ({_words(entry.kind)}, {_said(entry.channel)})"
         words = [f"{where} at node {entry.node}{self._read(entry)}"]

@@ -6,7 +6,7 @@ The command line, the pytest plugin and the gate all call `check`; none of them 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -58,7 +58,9 @@ def check(
     environment = {"ddtree_check": __version__, **engine.describe()}
     known = [entry for entry in load_known() if entry.covers(environment.get("model_type"), environment)]
     wanted = {True: MODES, False: (), None: settings.require}[settings.attribute]
-    hunt = set(wanted) - {entry.mode for entry in known if not entry.explained}
+    # A failure is known by its wiring, case by case; of all others the first one says it.
+    each = {entry.mode for entry in known if entry.explained}
+    hunt = Hunt(set(wanted) - {entry.mode for entry in known if not entry.explained}, each)
     dtype, outcomes, reactions = judged_as(environment), [], ()
     workers = 1 if trace else min(workers, len(items))
     ahead = [item.id for item in items[1:]] + ["done"]
@@ -70,7 +72,7 @@ def check(
         outcomes, reactions = outcomes + found, reactions + seen
         if progress:
             progress(done, len(items), ahead[done - 1])
-    findings = [finding for outcome in outcomes for finding in outcome.attribution.values()]
+    findings = [outcome.attribution for outcome in outcomes]
     excused = excuse([outcome.results for outcome in outcomes], known, findings)
     outcomes = [replace(outcome, results=results) for outcome, results in zip(outcomes, excused, strict=True)]
     outcomes = _first_attributions(outcomes)
@@ -79,15 +81,27 @@ def check(
     return attach(record, outcomes, settings) if settings.sampling.active else record
 
 
+@dataclass(frozen=True)
+class Hunt:
+    """Modes whose fault is to be attributed: until it was, those of `each` in every case."""
+
+    modes: set[str]
+    each: set[str]
+
+
 def _first_attributions(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Each mode's fault is shown where it first failed, and not what is excused; processes that do not see one another
     look more than once."""
     seen: set[str] = set()
     found = []
     for outcome in outcomes:
-        new = {mode: finding for mode, finding in outcome.attribution.items() if mode not in seen}
-        seen |= new.keys()
-        first = {mode: finding for mode, finding in new.items() if outcome.results[mode].verdict != "known_failure"}
+        own = outcome.attribution.items()
+        first = {
+            mode: finding
+            for mode, finding in own
+            if mode not in seen and outcome.results[mode].verdict != "known_failure"
+        }
+        seen |= first.keys()
         found.append(replace(outcome, attribution=first))
     return found
 
@@ -95,11 +109,8 @@ def _first_attributions(outcomes: Sequence[Outcome]) -> list[Outcome]:
 # One prompt
 
 
-def _check_item(engine, oracle, placed: tuple[int, Item], settings: Settings, dtype: str, trace, hunt: set[str]):
-    """The outcomes of one prompt, a tree each, and of the first one how the model reacts to its own states.
-
-    hunt: modes whose fault is to be attributed, until it was.
-    """
+def _check_item(engine, oracle, placed: tuple[int, Item], settings: Settings, dtype: str, trace, hunt: Hunt):
+    """The outcomes of one prompt, a tree each, and of the first one how the model reacts to its own states."""
     number, item = placed
     prefix = engine.prefill(item.tokens)
     reactions, _ = ((), None) if number else attempt(None, lambda: react(engine, prefix, settings.rule, dtype))
@@ -132,15 +143,16 @@ def _check_item(engine, oracle, placed: tuple[int, Item], settings: Settings, dt
     return outcomes, reactions or ()
 
 
-def _attribute(engine, prefix, outcome: Outcome, reference, settings: Settings, dtype: str, hunt: set[str]) -> dict:
+def _attribute(engine, prefix, outcome: Outcome, reference, settings: Settings, dtype: str, hunt: Hunt) -> dict:
     """Where the faults enter of the modes that failed here and were not looked into yet, by mode."""
     found: dict[str, Finding] = {}
     for mode, wiring in (("linear", None), ("tree_forked", FORKED), (CONTROL, settings.control)):
         floor, accepts = outcome.floors.get(mode), [a for a in outcome.accepts or () if mode in a.modes]
         wrong = [accept for accept in accepts if accept.modes[mode].verdict == "fail" and mode not in accept.expected]
-        if mode not in hunt or not (outcome.results[mode].verdict == "fail" or wrong):
+        if mode not in hunt.modes or not (outcome.results[mode].verdict == "fail" or wrong):
             continue
-        hunt.remove(mode)
+        if mode not in hunt.each:
+            hunt.modes.remove(mode)
         if outcome.results[mode].verdict == "fail" and floor is not None:
             seen, refusal = attempt(
                 None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -76,23 +76,25 @@ def load_known(path: Path | None = None) -> tuple[KnownFailure, ...]:
 
 
 def excuse(
-    cases: Sequence[dict[str, ModeResult]], known: Sequence[KnownFailure], findings: Sequence = ()
+    cases: Sequence[dict[str, ModeResult]], known: Sequence[KnownFailure], findings: Sequence[Mapping] | None = None
 ) -> list[dict[str, ModeResult]]:
     """The cases' results with known failures named; one that no longer fails anywhere becomes the failure.
 
-    findings: each `attribution.Finding` of the run. Where one says that a mode's logits are not those of the wiring
-    that the entry is `explained` by, this is another failure, and stays one.
+    findings: of each case, `attribution.Finding`s by mode. Where one says that a mode's logits are not those of the
+    wiring that the entry is `explained` by, this is another failure, and stays one.
     """
     cases = [dict(case) for case in cases]
     for entry in known:
-        seen = {found.explained for found in findings if found.mode == entry.mode and found.nodes}
-        other = bool(entry.explained) and not seen <= {entry.explained}
-        judged = [case for case in cases if entry.mode in case and case[entry.mode].verdict in ("pass", "fail")]
-        fails = [case for case in judged if case[entry.mode].verdict == "fail" and case[entry.mode].finite]
-        judged = [case for case in judged if case[entry.mode].verdict == "pass"]
-        for case in fails or judged:
+        judged = [number for number, case in enumerate(cases) if _verdict(case, entry.mode) in ("pass", "fail")]
+        fails = [number for number in judged if cases[number][entry.mode].verdict == "fail"]
+        fails = [number for number in fails if cases[number][entry.mode].finite]
+        for number in fails or judged:
+            case, found = cases[number], findings[number].get(entry.mode) if findings else None
             result = case[entry.mode]
-            if fails and other:
+            if result.verdict == "fail" and not fails:
+                continue
+            other = found and found.mode == entry.mode and found.nodes and found.explained != entry.explained
+            if fails and entry.explained and other:
                 reason = f"{result.reason}; not {entry.id}: its logits are not those of {entry.explained}"
                 case[entry.mode] = replace(result, reason=reason)
             elif fails:
@@ -101,3 +103,7 @@ def excuse(
                 reason = f"known failure {entry.id} no longer fails; take it out of known_failures.toml"
                 case[entry.mode] = ModeResult("fail", result.verdicts, reason)
     return cases
+
+
+def _verdict(case: Mapping[str, ModeResult], mode: str) -> str | None:
+    return case[mode].verdict if mode in case else None

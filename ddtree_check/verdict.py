@@ -162,16 +162,22 @@ class Systematic:
     """The errors of a run's tree passes against those of their controls, as a geometric mean over so many prompts.
 
     ratio   NaN where no control differs from ar;  limit  what it may be;  least  prompts below which nothing is said
+    rows    that were looked at;  quiet  further ones that differ from ar where their controls are ar's bit for bit
+    given   prompts with rows to look at, whether or not there was noise to compare with
     """
 
     ratio: float
     prompts: int
     limit: float
     least: int
+    rows: int = 0
+    quiet: int = 0
+    given: int = 0
 
     @property
     def judged(self) -> bool:
-        return self.prompts >= self.least
+        """Whether anything is said: most rows must have noise to be compared with, unless the others suffice."""
+        return self.prompts >= self.least and (self.quiet <= self.rows or not self.ratio <= self.limit)
 
     @property
     def beyond(self) -> bool:
@@ -186,7 +192,7 @@ class Systematic:
 
     def to_json(self) -> dict:
         ratio = self.ratio if np.isfinite(self.ratio) else None
-        own = {"prompts": self.prompts, "limit": self.limit, "least": self.least}
+        own = {name: getattr(self, name) for name in ("prompts", "limit", "least", "rows", "quiet", "given")}
         return {"ratio": ratio, **own, "judged": self.judged, "beyond": self.beyond}
 
 
@@ -203,10 +209,12 @@ def systematic(
     in float32 and float64, and where no tree has such rows.
     """
     found: dict[object, list[np.ndarray]] = {}
+    quiet = 0
     for prompt, tree, differences, controls in cases:
         moved = np.array(tree.depth) != np.arange(len(tree))
         if moved.any() and controls and dtype not in EXACT:
             control = np.max(np.stack(controls), axis=0)
+            quiet += int((moved & (control == 0) & (differences.max_abs != 0)).sum())
             moved &= control != 0
             ratios = differences.max_abs[moved] / control[moved]
             found.setdefault(prompt, []).append(np.log(np.clip(ratios, 1 / rule.factor, rule.factor)))
@@ -216,7 +224,8 @@ def systematic(
     means = [np.mean(own) for own in logs if len(own)]
     ratio = float(np.exp(np.mean(means))) if means else np.nan
     room = max(1.0, rule.pooled_prompts / max(1, len(means))) ** 0.5
-    return Systematic(ratio, len(means), rule.pooled**room, rule.pooled_least)
+    rows = sum(map(len, logs))
+    return Systematic(ratio, len(means), rule.pooled**room, rule.pooled_least, rows, quiet, len(found))
 
 
 def near_skip(plan: Plan, dirty: frozenset[int], rule: Rule) -> frozenset[int]:
@@ -233,7 +242,7 @@ def name_cause(result: ModeResult, tree: DraftTree, layers: Sequence[Layer], rul
     if result.verdict != "fail" or not bad or not near_skip(plan, dirty, rule) <= bad <= dirty:
         return result
     also = "; a mask or positions in row order would hit the same nodes" if reads(layers, Attention) else ""
-    return replace(result, reason=f"{result.reason}; looks unforked: states read in row order{also}")
+    return replace(result, reason=f"{result.reason}; looks unforked: states or windows read in row order{also}")
 
 
 @dataclass(frozen=True)
@@ -317,7 +326,8 @@ def conclude(
         needed = rule.near_share[dtype]
         sensitive = moved >= needed * near
         if not sensitive:
-            modes["tree_unforked"] = "insensitive"
+            if CONTROL not in required or modes[CONTROL] != "fail":  # what is required and was seen to leak has failed
+                modes[CONTROL] = "insensitive"
             reasons.append(
                 f"insensitive: {moved} of {counted(near, 'contaminated node')} near a skip edge moved, expected "
                 f"{needed:.0%}; this model or this input does not show a leak, so a pass says little"

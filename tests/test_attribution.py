@@ -252,3 +252,22 @@ def test_logits_that_are_not_finite_are_looked_into_too():
     record = run(Faulty(engine("qwen3_5_text"), around=spoiled))
     found = record["cases"][0]["attribution"]["tree_forked"]
     assert (found["entry"]["node"], found["entry"]["layer"]) == (9, 1) and found["growth"] == {}
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "says"),
+    [
+        (3, "attention", "enters at layer 3 (attention, positions) at node 4"),
+        (
+            2,
+            "gated_delta",
+            "is first beyond noise at layer 2 (gated delta) and enters by positions, so at an attention",
+        ),
+        (4, "head", "is first beyond noise at layer 4 (head) and enters by positions, so at an attention layer before"),
+    ],
+)
+def test_positions_enter_at_attention_whatever_layer_shows_them_first(layer, kind, says):
+    host, *_ = right("qwen3_5_text")
+    words = object.__new__(attribution._Hunt)
+    words.layers, words.wiring, words.tree = host.layers, FORKED, TREE
+    assert words._text(Entry(4, layer, kind, "positions"), {}, {}, None, False, {}).startswith(says)

@@ -477,3 +477,10 @@ def test_the_module_is_the_command():
         [sys.executable, "-m", "ddtree_check", "--version"], capture_output=True, env=environment, timeout=60
     )
     assert run.stdout.startswith(b"ddtree-check ") and run.returncode == 0
+
+
+def test_words_of_a_file_do_not_steer_the_terminal(capsys):
+    from ddtree_check.commands.output import show_text
+
+    show_text("a\x1b]0;title\x07 |Δ| ─►\n\tb\r\x9b2J")
+    assert capsys.readouterr().out == "a?]0;title? |Δ| ─►\n\tb??2J\n"

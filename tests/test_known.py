@@ -27,11 +27,18 @@ def test_a_known_failure_is_named_and_other_modes_are_left_alone():
 def test_a_failure_with_other_logits_is_another_one():
     entry = replace(ENTRY, explained="state from zeros")
     same, other = finding("state from zeros"), finding(None)
-    for findings in ((), (same,), (finding(None, mode="commit after linear"),), (finding(None, nodes=0),)):
-        assert excuse([case("fail")], [entry], findings)[0]["linear"].verdict == "known_failure", findings
-    assert excuse([case("fail")], [ENTRY], [other])[0]["linear"].verdict == "known_failure"
-    (found,) = excuse([case("fail")], [entry], [same, other])
-    assert found["linear"].verdict == "fail" and "not x: its logits are not those" in found["linear"].reason
+    for own in (
+        {},
+        {"linear": same},
+        {"linear": finding(None, "commit after linear")},
+        {"linear": finding(None, nodes=0)},
+    ):
+        assert excuse([case("fail")], [entry], [own])[0]["linear"].verdict == "known_failure", own
+    assert excuse([case("fail")], [entry])[0]["linear"].verdict == "known_failure", "nothing was looked into"
+    assert excuse([case("fail")], [ENTRY], [{"linear": other}])[0]["linear"].verdict == "known_failure"
+    found = excuse([case("fail")] * 2, [entry], [{"linear": same}, {"linear": other}])
+    assert [c["linear"].verdict for c in found] == ["known_failure", "fail"], "each case by its own logits"
+    assert "not x: its logits are not those" in found[1]["linear"].reason
 
 
 def test_one_that_stops_failing_is_red():

@@ -40,6 +40,6 @@ def test_the_engine_of_the_guide_goes_red_and_without_its_fault_it_passes(tmp_pa
     line = ["compare", "--limit", "1", "--budget", "8", "--controls", "4"]
     assert main([*line, "--engine", "guided:Forgetful"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "looks unforked: states read in row order" in out and "insensitive" not in out
+    assert "looks unforked: states or windows read in row order" in out and "insensitive" not in out
     assert "enters at layer 0 (gated delta, state and conv)" in out and "engine guided:Forgetful" in out
     assert main([*line, "--engine", "guided_right:Forgetful"]) == 0

@@ -290,6 +290,11 @@ def test_a_deep_tree_is_drawn_without_recursion():
             lambda data: data["floor"].update(systematic={"beyond": True}),
             "a pass, though tree_forked is systematically above noise",
         ),
+        (
+            lambda data: data["floor"].update(systematic={"beyond": False, "judged": True, "ratio": 9.0, "limit": 1.4}),
+            "a pass, though tree_forked is systematically above noise",
+        ),
+        (lambda data: data["floor"].update(systematic="no"), "floor.systematic is 'no', expected an object"),
         (lambda data: data["cases"][0]["tree"].update(parents=[5, 5, 5, 5]), "case a/3: "),
         (lambda data: data["cases"][0].pop("tree"), "tree is nothing, expected dict"),
         (lambda data: data["cases"][0]["nodes"].pop(2), "case a/3: got 3 nodes, its tree has 4; make the record again"),
@@ -298,7 +303,17 @@ def test_a_deep_tree_is_drawn_without_recursion():
             "case a/3: nodes[0] is node, parent and token (3, 1, 13), its tree has (0, -1, 10)",
         ),
     ],
-    ids=["no-cases", "forged", "systematic", "no-tree-shape", "no-tree", "a-node-less", "nodes-reversed"],
+    ids=[
+        "no-cases",
+        "forged",
+        "systematic",
+        "its-ratio",
+        "its-form",
+        "no-tree-shape",
+        "no-tree",
+        "a-node-less",
+        "nodes-reversed",
+    ],
 )
 def test_a_record_that_does_not_bear_out_its_verdict_is_refused(tmp_path, edit, says):
     data, path = hand_record("a/3"), tmp_path / "r.json"

@@ -246,6 +246,26 @@ def test_where_there_is_nothing_to_pool():
     assert systematic([(0, BENT, differences([9] * 4), [])], RULE, "bfloat16") is None
 
 
+def test_rows_whose_chains_are_ar_bit_for_bit_are_no_noise_and_say_so():
+    cases = lambda late: [  # noqa: E731 - the last two nodes of each are moved; the controls of one or both are exactly 0
+        (p, BENT, differences([1, 1, late, 1]), [np.array([1, 1, 0, control])]) for p, control in enumerate([1, 0] * 4)
+    ]
+    found, right = systematic(cases(1), RULE, "bfloat16"), systematic(cases(0), RULE, "bfloat16")
+    assert (found.rows, found.quiet, found.prompts, found.given) == (4, 12, 4, 8) and found.ratio == pytest.approx(1)
+    assert not found.judged and not found.beyond, "most of what could be wrong has nothing to be compared with"
+    assert right.quiet == 4 and right.judged
+    loud = [(p, BENT, differences([1, 1, 9, 9]), [np.array([1, 1, 0, p % 4 == 0])]) for p in range(32)]
+    assert (found := systematic(loud, RULE, "bfloat16")).quiet > found.rows and found.beyond, "more than is needed"
+
+
+def test_a_required_control_that_leaks_has_failed_however_few_nodes_show_it():
+    few = leak(contaminated=range(1, 9), near=range(1, 9), moved=(1,))
+    verdict = conclude([run()], [few], RULE, "bfloat16", ("tree_unforked",))
+    assert verdict.modes["tree_unforked"] == "fail" and verdict.exit_code == 1
+    verdict = conclude([run()], [few], RULE, "bfloat16", DEFAULT)
+    assert verdict.modes["tree_unforked"] == "insensitive" and verdict.exit_code == 2
+
+
 def test_two_trees_of_a_prompt_are_one_prompt():
     cases = [(p // 2, BENT, differences([1, 1, 2, 2] if p % 2 else [1] * 4), [np.ones(4)]) for p in range(16)]
     found = systematic(cases, RULE, "bfloat16")
@@ -319,4 +339,4 @@ def test_a_tree_pass_is_called_unforked_if_it_fails_where_flat_rows_would(verdic
     layers = (Layer("gated_delta", ((Conv(4), State("gated_delta")),)),)
     verdicts = tuple("flip" if node in bad else "pass" for node in range(4))
     found = name_cause(ModeResult(verdict, verdicts, "why"), DraftTree((5, 6, 7, 8), (-1, 0, 0, 1)), layers, RULE)
-    assert found.reason == ("why; looks unforked: states read in row order" if named else "why")
+    assert found.reason == ("why; looks unforked: states or windows read in row order" if named else "why")

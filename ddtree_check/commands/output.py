@@ -58,12 +58,16 @@ def viewing(path: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from None
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
         raise UsageError(f"{path}: no whole record ({type(error).__name__}: {error}); make it again") from None
 
 
 def show_text(text: str) -> None:
-    """To stdout, in colour on a terminal. A reader that has gone, such as `head`, is no error."""
+    """To stdout, in colour on a terminal. A reader that has gone, such as `head`, is no error.
+
+    Words of a file must not steer the terminal: what is neither printed nor the end of a line is shown as `?`.
+    """
+    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
     try:
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
             from rich.console import Console

@@ -17,6 +17,7 @@ from .options import Quiet
 from .output import show_text, width
 
 BUFFERS = ("kv", "state", "conv", "graph")  # what a server sets aside for a tree, by the names in --reserved's help
+SLOTS = ("slots", "rows", "intermediate")  # further ones that SGLang's pools have
 NAMED = 4  # requests of one need that are named
 LARGEST = 4096  # requests in one batch: more is a slip of the finger
 
@@ -50,7 +51,7 @@ def plan(
     if json is not None:
         write_record(json, _record(budgets, buffers, found, code))
     unstated = [name for name in BUFFERS if not any(name in buffer for buffer in buffers)]
-    unknown = [plain(buffer) for buffer in buffers if not any(name in buffer for name in BUFFERS)]
+    unknown = [plain(buffer) for buffer in buffers if not any(name in buffer for name in (*BUFFERS, *SLOTS))]
     notes = [f"Not stated, so not looked at: {', '.join(unstated)}."] if unstated else []
     if unknown:
         notes.append(f"Compared as given, though no name of them is known: {', '.join(unknown)}.")

@@ -102,7 +102,12 @@ def _follows(record: dict, where: str) -> None:
     required = record["settings"].get("require", ())
     if not record["cases"]:
         raise ValueError(f"{where}: a pass of no case; make the record again")
-    if (record["floor"].get("systematic") or {}).get("beyond") and "tree_forked" in required:
+    above = record["floor"].get("systematic") or {"beyond": False}
+    if not isinstance(above, dict) or not isinstance(above.get("beyond"), bool):
+        raise ValueError(f"{where}: floor.systematic is {above!r:.60}, expected an object with 'beyond'")
+    ratio = above.get("ratio") or 0
+    high = above.get("judged") and isinstance(ratio, (int, float)) and ratio > above["limit"]
+    if (above["beyond"] or high) and "tree_forked" in required:
         raise ValueError(f"{where}: a pass, though tree_forked is systematically above noise; make the record again")
     for case in record["cases"]:
         for mode in required:

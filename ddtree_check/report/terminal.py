@@ -380,6 +380,12 @@ def render_rounds(record: dict, width: int | None = None, quiet: bool = False) -
 def rounds_view(record: dict) -> list[Table | str]:
     """Tables and paragraphs of a record of rounds alone, all but the last line."""
     found = [head(record), *rounds_blocks(record["rounds"])]
+    dtype = record["environment"].get("judged_as") or record["environment"].get("dtype")
+    if dtype in ("bfloat16", "float16"):
+        found.append(
+            f"In {dtype} wrong positions and masks of attention may hide below the floor of a round: compare looks for "
+            "them over a whole run, and --dtype float32 shows them in every round."
+        )
     found.append("\n".join(f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]))
     if record.get("command"):
         found.append(f"Again: {plain(record['command'])}")
@@ -590,11 +596,17 @@ def draft_lines(record: dict) -> list[str]:
 
 def _systematic(above: dict, dtype: str) -> str:
     """What the run could see of wrong positions and masks, which may hide below a coarse dtype's floor."""
-    prompts = f"{above['prompts']} prompts"
+    prompts = f"{above['prompts']} of {counted(above.get('given', above['prompts']), 'prompt')}"
     if not above["judged"]:
+        few = f"{prompts} with noise to compare with, {above['least']} are needed"
+        if above["prompts"] >= above["least"]:
+            few = (
+                f"{counted(above['quiet'], 'row')} of trees differ from ar where chains are ar's own bit for bit, and "
+                f"only {above['rows']} have noise to compare with"
+            )
         return (
-            f"Systematic: not judged: {prompts} with noise to compare with, {above['least']} are needed; in {dtype} "
-            "wrong positions and masks of attention may hide below the floor: give more prompts, or --dtype float32."
+            f"Systematic: not judged: {few}; in {dtype} wrong positions and masks of attention may hide below the "
+            "floor: give more prompts or deeper trees, or --dtype float32."
         )
     return (
         f"Systematic: errors of tree_forked {number(above['ratio'])} x those of chains as wide in {prompts}, "
