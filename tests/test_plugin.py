@@ -124,8 +124,9 @@ def test_a_failing_case_shows_its_worst_nodes_and_the_command(project):
     text = result.stdout.str()
     assert "code 2/3: tree_forked: fail: 1 node beyond the floor, first node 3" in text
     assert re.search(r"^code 2/3 +3 +1 +1 +2 +1 +2\.5 +0\.0001 +1\.5 +17 → 'a\|b'$", text, re.MULTILINE)
-    assert text.count("Where (tree_forked in code 2/3, 1 beyond): enters at layer 0.") == 2  # the case, the run
-    assert text.count("Where (linear in code 2/3") == 1
+    shown = text.partition("short test summary")[0]  # which repeats all of it where CI is set
+    assert shown.count("Where (tree_forked in code 2/3, 1 beyond): enters at layer 0.") == 2  # the case, the run
+    assert shown.count("Where (linear in code 2/3") == 1
     command = "ddtree-check compare --dtype bfloat16 --prompts prompts.jsonl --budget 3 --require linear,tree_forked"
     assert f"again: {command} --only 'code 2'" in text
     assert "verdict: fail (linear pass, tree_forked fail), exit code 1" in text
