@@ -484,3 +484,12 @@ def test_words_of_a_file_do_not_steer_the_terminal(capsys):
 
     show_text("a\x1b]0;title\x07 |Δ| ─►\n\tb\r\x9b2J")
     assert capsys.readouterr().out == "a?]0;title? |Δ| ─►\n\tb??2J\n"
+
+
+def test_data_come_out_as_they_are(capsys, saved):
+    text = "two\u00a0words\u200b"
+    record = json.loads(Path(saved).read_text())
+    record["tokens"] = {"1": text}
+    Path(saved).write_text(json.dumps(record))
+    assert cli.main(["show", saved, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == {"1": text}

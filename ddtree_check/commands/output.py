@@ -62,12 +62,14 @@ def viewing(path: Path) -> Iterator[None]:
         raise UsageError(f"{path}: no whole record ({type(error).__name__}: {error}); make it again") from None
 
 
-def show_text(text: str) -> None:
+def show_text(text: str, *, data: bool = False) -> None:
     """To stdout, in colour on a terminal. A reader that has gone, such as `head`, is no error.
 
     Words of a file must not steer the terminal: what is neither printed nor the end of a line is shown as `?`.
+    data: JSON or CSV for a program, whose values come out as they are.
     """
-    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+    if not data:
+        text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
     try:
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
             from rich.console import Console

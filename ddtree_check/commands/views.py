@@ -31,6 +31,9 @@ class Format(StrEnum):
     TABLE, MARKDOWN, JSON, CSV = "table", "markdown", "json", "csv"
 
 
+DATA = (Format.JSON, Format.CSV)
+
+
 def show(
     record: Record,
     case: Annotated[str | None, typer.Option(help="Every node of this case.")] = None,
@@ -63,7 +66,7 @@ def show(
             return 0
         chosen = None if case is None else find_case(data, case)
         text = VIEWS[format](data, chosen, node)
-    show_text(text)
+    show_text(text, data=format in DATA)
     return 0
 
 
@@ -76,7 +79,7 @@ def _show_whole(record, data: dict, prompt: str | None, format: Format) -> int:
         raise UsageError(f"show: {record} is a record of {name}, expected no --prompt, and --format table or json")
     with viewing(record):
         text = render(data, width()) if format is Format.TABLE else _json(data, None, None)
-    show_text(text)
+    show_text(text, data=format in DATA)
     return 0
 
 
@@ -99,7 +102,7 @@ def _show_rounds(record, data: dict, prompt: str | None, place: int | None, form
             tokens = data.get("tokens", {})
             blocks = rounds.prompt_blocks(found) if place is None else rounds.round_blocks(found, place, tokens)
             text = markdown.render_blocks(blocks) if format is Format.MARKDOWN else laid_out(blocks, width())
-    show_text(text)
+    show_text(text, data=format in DATA)
     return 0
 
 

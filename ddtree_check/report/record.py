@@ -105,8 +105,8 @@ def _follows(record: dict, where: str) -> None:
     above = record["floor"].get("systematic") or {"beyond": False}
     if not isinstance(above, dict) or not isinstance(above.get("beyond"), bool):
         raise ValueError(f"{where}: floor.systematic is {above!r:.60}, expected an object with 'beyond'")
-    ratio = above.get("ratio") or 0
-    high = above.get("judged") and isinstance(ratio, (int, float)) and ratio > above["limit"]
+    ratio, limit = above.get("ratio"), above.get("limit")
+    high = above.get("judged") and all(isinstance(x, (int, float)) for x in (ratio, limit)) and ratio > limit
     if (above["beyond"] or high) and "tree_forked" in required:
         raise ValueError(f"{where}: a pass, though tree_forked is systematically above noise; make the record again")
     for case in record["cases"]:

@@ -380,7 +380,7 @@ def render_rounds(record: dict, width: int | None = None, quiet: bool = False) -
 def rounds_view(record: dict) -> list[Table | str]:
     """Tables and paragraphs of a record of rounds alone, all but the last line."""
     found = [head(record), *rounds_blocks(record["rounds"])]
-    dtype = record["environment"].get("judged_as") or record["environment"].get("dtype")
+    dtype = _judged_as(record)
     if dtype in ("bfloat16", "float16"):
         found.append(
             f"In {dtype} wrong positions and masks of attention may hide below the floor of a round: compare looks for "
@@ -548,7 +548,7 @@ def remarks(record: dict) -> str:
         f"{'commits: ' + str(seen['commits']) if seen.get('commits') else 'no commit was looked at (--accept does)'}.",
     ]
     if above := floor.get("systematic"):
-        lines.insert(1, _systematic(above, record["environment"].get("dtype")))
+        lines.insert(1, _systematic(above, _judged_as(record)))
     if leak["rounds"]:
         lines.append(
             f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
@@ -592,6 +592,12 @@ def draft_lines(record: dict) -> list[str]:
         f"Draft {plain(name)}: expected {expected:.2f} nodes a round, plain decoding accepts {accepted:.2f} of its "
         f"drafts{'' if accepted >= expected else '; what is missing is drafter-side, no verify takes part in it'}."
     ]
+
+
+def _judged_as(record: dict) -> str | None:
+    """As `verdict.judged_as`, which needs torch."""
+    environment = record["environment"]
+    return environment.get("judged_as") or environment.get("dtype")
 
 
 def _systematic(above: dict, dtype: str) -> str:
