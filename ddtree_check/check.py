@@ -95,10 +95,9 @@ def _first_attributions(outcomes: Sequence[Outcome]) -> list[Outcome]:
     seen: set[str] = set()
     found = []
     for outcome in outcomes:
-        own = outcome.attribution.items()
         first = {
             mode: finding
-            for mode, finding in own
+            for mode, finding in outcome.attribution.items()
             if mode not in seen and outcome.results[mode].verdict != "known_failure"
         }
         seen |= first.keys()

@@ -85,25 +85,18 @@ def excuse(
     """
     cases = [dict(case) for case in cases]
     for entry in known:
-        judged = [number for number, case in enumerate(cases) if _verdict(case, entry.mode) in ("pass", "fail")]
-        fails = [number for number in judged if cases[number][entry.mode].verdict == "fail"]
-        fails = [number for number in fails if cases[number][entry.mode].finite]
-        for number in fails or judged:
-            case, found = cases[number], findings[number].get(entry.mode) if findings else None
-            result = case[entry.mode]
-            if result.verdict == "fail" and not fails:
-                continue
-            other = found and found.mode == entry.mode and found.nodes and found.explained != entry.explained
-            if fails and entry.explained and other:
+        held = [(number, case[entry.mode]) for number, case in enumerate(cases) if entry.mode in case]
+        fails = [(number, result) for number, result in held if result.verdict == "fail" and result.finite]
+        for number, result in fails:
+            found = findings[number].get(entry.mode) if entry.explained and findings else None
+            if found and found.mode == entry.mode and found.nodes and found.explained != entry.explained:
                 reason = f"{result.reason}; not {entry.id}: its logits are not those of {entry.explained}"
-                case[entry.mode] = replace(result, reason=reason)
-            elif fails:
-                case[entry.mode] = ModeResult("known_failure", result.verdicts, f"{entry.id}: {entry.cause}")
+                cases[number][entry.mode] = replace(result, reason=reason)
             else:
+                reason = f"{entry.id}: {entry.cause}"
+                cases[number][entry.mode] = ModeResult("known_failure", result.verdicts, reason)
+        for number, result in () if fails else held:
+            if result.verdict == "pass":
                 reason = f"known failure {entry.id} no longer fails; take it out of known_failures.toml"
-                case[entry.mode] = ModeResult("fail", result.verdicts, reason)
+                cases[number][entry.mode] = ModeResult("fail", result.verdicts, reason)
     return cases
-
-
-def _verdict(case: Mapping[str, ModeResult], mode: str) -> str | None:
-    return case[mode].verdict if mode in case else None

@@ -177,11 +177,11 @@ class Systematic:
     @property
     def judged(self) -> bool:
         """Whether anything is said: most rows must have noise to be compared with, unless the others suffice."""
-        return self.prompts >= self.least and (self.quiet <= self.rows or not self.ratio <= self.limit)
+        return self.beyond or (self.prompts >= self.least and self.quiet <= self.rows)
 
     @property
     def beyond(self) -> bool:
-        return self.judged and not self.ratio <= self.limit
+        return self.prompts >= self.least and not self.ratio <= self.limit
 
     def __str__(self) -> str:
         return (

@@ -371,8 +371,7 @@ def _checkpoint(source: str, text, weights: str, dtype: torch.dtype) -> Iterator
         if held.get("model_type") != text.model_type:  # the text model is a part of it, or there is none
             held = text.to_dict()
         held |= {"dtype": _name(dtype), "torch_dtype": _name(dtype)}
-        held.setdefault("architectures", None)
-        held["architectures"] = held["architectures"] or [loading.class_name(text)]
+        held["architectures"] = held.get("architectures") or [loading.class_name(text)]
         if words := LAYER_WORDS.get(text.model_type):
             held["layer_types"] = [words.get(kind, kind) for kind in held.get("layer_types", ())]
         Path(folder, "config.json").write_text(json.dumps(held, default=str))
