@@ -19,7 +19,7 @@ from ddtree_check.drafting import stand_in
 from ddtree_check.errors import Unsupported, UsageError
 from ddtree_check.report.blackbox import render
 from ddtree_check.server.api import Api, Failed, clean_url
-from ddtree_check.server.judge import Rule, verdict
+from ddtree_check.server.judge import Rule, conclude, verdict
 from ddtree_check.server.run import Settings, run_servers
 from ddtree_check.wiring import FORKED, UNFORKED
 from tests.toy_server import Toy, serving
@@ -74,18 +74,48 @@ def test_a_leak_that_keeps_the_tokens_is_seen():
 
 
 def test_a_leak_below_the_bound_of_a_token_is_seen_in_the_median():
-    """One large difference of the reference to itself hides every token, and not half of them."""
-    rule = Rule(factor=4.0, resolution=1e-3)
-    from ddtree_check.server.judge import conclude
-
+    """Ten large differences of the reference to itself hide every token, and not half of them."""
     position = {"token": "a", "chosen": "a", "delta": 0.05, "regret": 0.0, "margin": 1.0, "cut": False}
     one = {"tokens": 40, "same_text": True, "first": None, "positions": [position] * 40, "ending": None}
-    prompt = {"id": "p", "reason": None, "own": [1e-4] * 39 + [0.5], "control": [1e-4], "runs": [one]}
-    found = conclude([prompt], rule)
+    prompt = measured([one], own=[1e-4] * 30 + [0.02] * 10)
+    found = conclude([prompt], Rule())
     assert found["counts"]["pass"] == 40 and found["exit_code"] == 1
     assert "half of all tokens are off by 0.05 nats" in found["verdict"]["reasons"][0]
     quiet = one | {"positions": [position | {"delta": 3e-4}] * 40}
-    assert conclude([prompt | {"runs": [quiet]}], rule)["exit_code"] == 0
+    assert conclude([prompt | {"runs": [quiet]}], Rule())["exit_code"] == 0
+
+
+def measured(runs, own, changed=0):
+    """A prompt as `run.measure` leaves it; changed: the reference's own tokens of 40 that are not its first."""
+    counts = {"reference": changed, "tokens": 40}
+    return {"id": "p", "reason": None, "own": own, "changed": counts, "control": [1e-4], "runs": runs}
+
+
+def test_one_number_of_the_reference_that_is_far_off_hides_no_flip():
+    flip = {"token": "b", "chosen": "a", "delta": 1e-4, "regret": 1.0, "margin": 1.0, "cut": False}
+    one = {"tokens": 40, "same_text": False, "first": 0, "positions": [flip] * 40, "ending": None}
+    found = conclude([measured([one], [1e-4] * 199 + [0.9])], Rule())
+    assert found["exit_code"] == 1 and found["counts"]["flip"] == 40 and found["band"]["largest"] == 0.9
+    stray = one | {"positions": [flip | {"regret": 0.0}] * 39 + [flip]}  # as often as the reference strays from itself
+    assert conclude([measured([stray], [1e-4] * 199 + [0.9])], Rule())["exit_code"] == 2
+    assert conclude([measured([stray], [1e-4] * 200)], Rule())["exit_code"] == 1
+
+
+def test_ties_are_held_against_those_of_the_reference():
+    """The second of two near tokens, each time, is no noise where the reference takes the first each time."""
+    tie = {"token": "b", "chosen": "a", "delta": 0.01, "regret": 0.05, "margin": 0.06, "cut": False}
+    one = {"tokens": 40, "same_text": False, "first": 0, "positions": [tie] * 40, "ending": None}
+    found = conclude([measured([one, one], [0.01] * 40)], Rule())
+    assert found["counts"]["tie"] == 80 and found["ties"]["server"] == 40 and found["exit_code"] == 2
+    assert "40 ties in 40 tokens, where the reference itself has 0 in 40" in found["verdict"]["reasons"][0]
+    assert conclude([measured([one, one], [0.01] * 40, changed=35)], Rule())["exit_code"] == 0
+
+
+def test_noise_in_which_a_wrong_token_is_a_tie_leaves_nothing_to_judge():
+    noisy = {"noise": 0.8}
+    record = run(Toy(**noisy, wrong=dict.fromkeys(range(20), 1)), Toy(**noisy))
+    assert record["exit_code"] == 2 and "exceeds the reference's median margin" in record["verdict"]["reasons"][0]
+    assert run(Toy(noise=1e-3, wrong=dict.fromkeys(range(20), 1)), Toy(noise=1e-3))["exit_code"] == 1
 
 
 def test_a_near_tie_that_goes_the_other_way_is_a_tie():
