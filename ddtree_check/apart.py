@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -20,10 +23,13 @@ def apart(work: Callable[[Any], Any], items: Sequence, workers: int) -> Iterator
         raise RuntimeError("apart: one piece of work at a time")
     _work = work
     try:
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(workers, context, _end_with, (os.getpid(),)) as pool:
             try:
                 yield from pool.map(_one, items)
             except BaseException:
+                for worker in multiprocessing.active_children():
+                    worker.kill()  # nobody waits for what they are at
                 pool.shutdown(cancel_futures=True)
                 raise
     finally:
@@ -32,3 +38,14 @@ def apart(work: Callable[[Any], Any], items: Sequence, workers: int) -> Iterator
 
 def _one(item):
     return _work(item)
+
+
+def _end_with(parent: int) -> None:
+    """Let this process end within a second of its parent, however that ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +41,31 @@ def test_what_the_work_raises_is_raised_here_and_leaves_nothing():
         list(apart(work, range(4), 2))
     assert not multiprocessing.active_children()
     assert list(apart(str, range(2), 2)) == ["0", "1"]  # and the next work is free to start
+
+
+KILLED = """
+import os, time
+from ddtree_check.apart import apart
+def work(item):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+list(apart(work, range(2), 2))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_run_leaves_no_worker(how):
+    run = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    workers = [int(run.stdout.readline()) for _ in range(2)]
+    run.send_signal(how)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in (run.pid, *workers)) and time.monotonic() < deadline:
+        run.poll()
+        time.sleep(0.05)
+    left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left and run.poll() is not None
 
 
 @pytest.mark.parametrize("fault", [{}, {"forked": UNFORKED}], ids=["right", "forked-is-not"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -22,7 +24,7 @@ from ddtree_check.server.api import Api, Failed, clean_url
 from ddtree_check.server.judge import Rule, conclude, verdict
 from ddtree_check.server.run import Settings, run_servers
 from ddtree_check.wiring import FORKED, UNFORKED
-from tests.toy_server import Toy, serving
+from tests.toy_server import Toy, dripping, serving
 
 PROMPTS = [Prompt(f"p{n}", f"hello {'abc'[n % 3] * n}d") for n in range(4)]
 SETTINGS = Settings(tokens=20)
@@ -191,8 +193,7 @@ FAULTS = [
         id="nan",
     ),
     pytest.param("truncated", "RemoteProtocolError", id="truncated"),
-    pytest.param(1.0, "ReadTimeout", id="slow"),
-    pytest.param("drip", "no whole answer within 0.3 s", id="drip"),
+    pytest.param(1.0, "no whole answer within 0.3 s", id="slow"),
 ]
 
 
@@ -343,25 +344,115 @@ def test_bad_input_is_one_line(words, said, prompts, capsys):
 
 def test_a_key_is_sent_and_shown_nowhere(prompts, capsys, monkeypatch):
     monkeypatch.setenv("TOY_KEY", "secret-key")
-    with serving(Toy(fail=lambda _: (401, b"no key"))) as ours, serving(Toy()) as theirs:
+    with serving(Toy(fail=lambda _: (401, b"no secret-key"))) as ours, serving(Toy()) as theirs:
         line = ["server", "--base-url", ours, "--reference-url", theirs, "--prompts", prompts]
         assert cli.main([*line, "--api-key-env", "TOY_KEY"]) == 3
     error = capsys.readouterr().err
-    assert "status 401" in error and "secret-key" not in error
+    assert "status 401: no ***" in error and "secret-key" not in error
     assert (
         clean_url("x", "http://host:1/v1/") == "http://host:1/v1"
         and clean_url("x", "https://h/api") == "https://h/api/v1"
     )
 
 
-def test_a_drip_is_stopped_in_time():
-    with serving(Toy(fail=lambda _: "drip")) as url:
-        api = Api("base-url", url, model="toy", timeout=0.3, retries=0)
+DRIPS = {
+    "body": ("HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n", " "),
+    "headers": ("HTTP/1.1 200 OK\r\n", "x-a: b\r\n"),
+    "one-header": ("HTTP/1.1 200 OK\r\nx-a: ", "b"),
+    "hints": ("", "HTTP/1.1 103 Early Hints\r\n\r\n"),
+    "chunk-extensions": ("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5;", "x"),
+    "chunks": ("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", "1\r\n \r\n"),
+    "silence": ("", ""),
+}
+
+
+@pytest.mark.parametrize("key", ["secret-key", 'sec"ret\\key'])
+def test_a_key_that_comes_back_is_hidden(key, prompts, tmp_path, capsys, monkeypatch):
+    """A proxy that shows the header: as an error, in broken JSON, and as a text that escapes it."""
+    monkeypatch.setenv("TOY_KEY", key)
+    escaped = "".join(f"\\u{ord(letter):04x}" for letter in key)
+    scores = (
+        f'{{"tokens": ["{escaped}"], "token_logprobs": [-0.1], "top_logprobs": [{{{json.dumps(key)}: -0.1, "b": -3}}]}}'
+    )
+    whole = f'{{"choices": [{{"text": "{escaped}", "logprobs": {scores}, "finish_reason": "length"}}]}}'.encode()
+    bad = {1: (500, key.encode()), 2: (200, f'["{key}"'.encode()), 3: (200, json.dumps({key: 1}).encode())}
+    record, journal = tmp_path / "run.json", tmp_path / "journal.jsonl"
+    with serving(Toy(fail=lambda number: bad.get(number, (200, whole)))) as ours, serving(Toy()) as theirs:
+        urls = [f"{ours}/?api-key={key}", f"{theirs}/v1#{key}"]
+        line = ["server", "--base-url", urls[0], "--reference-url", urls[1], "--prompts", prompts, "--tokens", "4"]
+        line += ["--json", str(record), "--journal", str(journal), "--api-key-env", "TOY_KEY", "--retries", "1"]
+        assert cli.main([*line, "--force", "steps", "--concurrency", "1"]) in (1, 2)
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err, record.read_text(), journal.read_text()):
+        assert key not in text and json.dumps(key)[1:-1] not in text
+    assert "***" in record.read_text() and "***" in shown.out
+
+
+@pytest.mark.parametrize("key", ["a\nb", "schlüssel", "a b", "a\x00"])
+def test_a_key_that_no_header_can_hold_is_refused_unseen(key, prompts, capsys, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"TOY_KEY": key})
+    line = ["server", "--base-url", "http://127.0.0.1:1", "--reference-url", "http://127.0.0.1:2"]
+    assert cli.main([*line, "--prompts", prompts, "--api-key-env", "TOY_KEY", "--retries", "0"]) == 3
+    error = capsys.readouterr().err
+    assert "expected printable ASCII" in error and key not in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://me:s3cret@host",
+        "http://[bad?s3cret",
+        "http://h:99999/?k=s3cret",
+        "nowhere?k=s3cret",
+        "http://h\n/#s3cret",
+    ],
+)
+def test_an_address_that_cannot_be_used_is_shown_without_its_secrets(url):
+    with pytest.raises(UsageError, match="expected an address such as") as error:
+        clean_url("base-url", url)
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_model_that_is_no_text_is_one_line(prompts, capsys):
+    toy = Toy(models=b'{"data": [{"id": 3}]}')
+    with serving(toy) as ours, serving(Toy()) as theirs:
+        line = ["server", "--base-url", ours, "--reference-url", theirs, "--prompts", prompts, "--retries", "0"]
+        assert cli.main(line) == 3
+    assert "model 3, expected a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.02], ids=["at-once", "dripped"])
+@pytest.mark.parametrize("kind", DRIPS)
+def test_a_drip_is_stopped_in_time(kind, pause):
+    with dripping(*map(str.encode, DRIPS[kind]), pause) as url:
+        api = Api("base-url", url, model="toy", timeout=0.4, retries=0)
         began = time.monotonic()
         with pytest.raises(Failed):
             api.complete("a", 1, 2)
         assert time.monotonic() - began < 2
         api.close()
+
+
+def test_a_compressed_answer_is_not_unpacked():
+    bomb = gzip.compress(b" " * 2**24)
+    head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(bomb)}\r\n\r\n".encode()
+    with dripping(head + bomb, b"", 0.1) as url:
+        api = Api("base-url", url, model="toy", timeout=5.0, retries=0)
+        with pytest.raises(Failed, match="in the encoding 'gzip', expected none"):
+            api.complete("a", 1, 2)
+        api.close()
+
+
+def test_who_waits_is_let_go_when_the_run_is_closed():
+    """A pause between two attempts, and a request that is under way."""
+    for server in (Toy(fail=lambda _: (503, b"")), Toy(fail=lambda _: 5.0)):
+        with serving(server) as url:
+            api = Api("base-url", url, model="toy", retries=9)
+            threading.Timer(0.5, api.close).start()
+            began = time.monotonic()
+            with pytest.raises(Failed):
+                api.complete("a", 1, 2)
+            assert time.monotonic() - began < 2
 
 
 # --- a model behind both servers --------------------------------------------------------------------------------------
