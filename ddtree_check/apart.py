@@ -8,7 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
+
+from .errors import UsageError
 
 _work: Callable[[Any], Any] | None = None  # what the processes find when they are forked: a model is not sent about
 
@@ -32,6 +35,11 @@ def apart(work: Callable[[Any], Any], items: Sequence, workers: int) -> Iterator
                     worker.kill()  # nobody waits for what they are at
                 pool.shutdown(cancel_futures=True)
                 raise
+    except BrokenProcessPool:
+        raise UsageError(
+            f"worker: one of {workers} processes was killed, perhaps for want of memory; expected all to end; "
+            "run in one process with OMP_NUM_THREADS=1"
+        ) from None
     finally:
         _work = None
 

@@ -43,11 +43,17 @@ def test_what_the_work_raises_is_raised_here_and_leaves_nothing():
     assert list(apart(str, range(2), 2)) == ["0", "1"]  # and the next work is free to start
 
 
+def test_a_worker_that_is_killed_is_one_line():
+    with pytest.raises(UsageError, match="worker: one of 2 processes was killed, .* OMP_NUM_THREADS=1"):
+        list(apart(lambda item: os.kill(os.getpid(), signal.SIGKILL), range(2), 2))
+    assert list(apart(str, range(2), 2)) == ["0", "1"]
+
+
 KILLED = """
 import os, time
 from ddtree_check.apart import apart
 def work(item):
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())  # in one piece
     time.sleep(60)
 list(apart(work, range(2), 2))
 """
