@@ -16,6 +16,7 @@ from .tree import COMMITTED, DraftTree
 
 SHAPES = ("chain", "kary", "comb", "star", "random")
 ORDERS = ("heap", "breadth", "depth")
+LARGEST = 1 << 16  # nodes of a tree that is drafted or drawn
 ROUNDING = 1e-4  # a float32 log-softmax may end this far above 0; more is no log probability
 LOWEST = float(np.finfo(np.float32).min)
 SURPRISED = 3.0  # standard deviations beyond which a draft is wrong about itself: once in 700 runs by chance
@@ -297,6 +298,8 @@ def shape(
     Raises ValueError for an unknown name or order, numbers below 1, or too few tokens for the widest node.
     """
     nodes, branching = _at_least(1, "shape: nodes", nodes), _at_least(1, "shape: branching", branching)
+    if nodes > LARGEST:
+        raise ValueError(f"shape: nodes {nodes!r:.40}, expected at most {LARGEST}")
     vocab = _at_least(1, "shape: vocab", vocab)
     if order not in ORDERS:
         raise ValueError(f"shape: order {order!r}, expected one of {', '.join(ORDERS)}")

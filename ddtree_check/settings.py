@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .case import Case, check_vocab
 from .commit import check_pattern
-from .draft import PUBLISHED, Marginals, token_ids
+from .draft import LARGEST, PUBLISHED, Marginals, token_ids
 from .engines.checked import Checked
 from .errors import UsageError, usage_errors
 from .sampling import RULES, Sampling
@@ -72,6 +72,8 @@ class Settings:
             _expect(isinstance(got, (tuple, list)), option(name), repr(got), "a tuple")
         good = bool(self.budgets) and all(_whole(budget, 1) for budget in self.budgets)
         _expect(good, "budget", self.budgets, "numbers of at least 1")
+        for name, most in (("budget", max(self.budgets)), ("length", self.length)):
+            _expect(not _whole(most, LARGEST + 1), name, most, f"at most {LARGEST}")
         _expect(_whole(self.seed, 0) and self.seed < 2**63, "seed", repr(self.seed), "a number from 0 to 2**63 - 1")
         _expect(self.order in ("heap", "breadth", "depth"), "order", self.order, "heap, breadth or depth")
         _expect(self.draft in DRAFTS, "draft", self.draft, f"one of {', '.join(DRAFTS)}")

@@ -26,6 +26,7 @@ ORDER = (  # each may import what stands before it; a row is a set of siblings t
     ("files",),
     ("journal",),
     ("resources",),
+    ("checkpoint",),
     ("kinds",),
     ("formats",),
     ("draft",),
