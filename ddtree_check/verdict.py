@@ -299,13 +299,14 @@ class Verdict:
 
 def conclude(
     cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required, commits=(),
-    reactions=(), above: Systematic | None = None,
+    reactions=(), above: Systematic | None = None, recurrent: bool = False,
 ) -> Verdict:  # fmt: skip
     """From all cases to one verdict and exit code, decided by the `required` modes.
 
     commits: what was found of each forced accept, with `modes` (verdict and reason of each), `path`, and `expected`,
     the modes whose wiring must leave a wrong state there. reactions: a `sensitivity.Reaction` for each kind of state.
-    above: what `systematic` says of the run's tree passes.
+    above: what `systematic` says of the run's tree passes. recurrent: the model has layers whose state a tree must
+    fork; then a tree mode is proven by forks alone.
     """
     reasons: list[str] = []
     modes = {
@@ -379,12 +380,19 @@ def conclude(
             f"the unforked control is off: a wrong state after {counted(len(stray), 'commit')} that the leak law calls "
             "clean; the forked verdict is not proven"
         )
+    trees = {"tree_forked", CONTROL} & {*required}
+    forks = any(leak.contaminated for leak in leaks) or not (recurrent and trees)
+    if cases and not forks:
+        reasons.append(
+            "no fork was exercised: every tree is a chain, on which a recurrent layer that forks nothing is right too; "
+            "take a --budget or --tree that branches"
+        )
     if not cases:
         reasons.append("no case was run")
         code = INCONCLUSIVE
     elif "fail" in demanded:
         code = DEFECT
-    elif any(verdict not in ("pass", "known_failure") for verdict in demanded) or sensitive is False:
+    elif any(verdict not in ("pass", "known_failure") for verdict in demanded) or sensitive is False or not forks:
         code = INCONCLUSIVE
     elif "pass" not in demanded:
         reasons.append("every required mode is a known failure, which leaves nothing that was proven")

@@ -207,6 +207,9 @@ def test_an_engine_of_ones_own_is_found_in_the_current_directory():
         with pytest.raises(UsageError, match=said):
             find_engine(name)
     Path("own_engine_c.py").write_text("1 / 0\n")
+    Path("own_engine_d.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(UsageError, match=r"engine own_engine_d:Engine ends its process .exit 0., expected a module"):
+        validate(configured('[matrix]\nengine = ["own_engine_d:Engine"]\n'))
     with pytest.raises(UsageError, match="own_engine_c:Engine: ZeroDivisionError: division by zero; expected a module"):
         find_engine("own_engine_c:Engine")
 

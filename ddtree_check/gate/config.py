@@ -9,14 +9,13 @@ import importlib.util
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from .. import __version__
 from ..errors import UsageError, usage_errors
-from ..files import read_text
+from ..files import parse_toml, read_text
 from ..job import RECORDED, Job, select_prompts
 from ..resources import EMBEDDED
 
@@ -111,11 +110,7 @@ class Config:
 def load_config(path: str | Path) -> Config:
     """Reads a gate.toml. Paths in it are taken from the current directory, as on a command line. Raises UsageError."""
     with usage_errors():
-        text = read_text(path)
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: {error}, expected TOML") from None
+        data = parse_toml(read_text(path), str(path))
     where = str(path)
     _known(where, "", data, SECTIONS)
     for section in ("gate", "matrix", "settings"):
@@ -264,6 +259,11 @@ def validate(config: Config) -> None:
             Settings(**job.settings, **draft)
         except UsageError as error:
             raise UsageError(f"{config.path}: case {cell.name}: {error}") from None
+        except SystemExit as error:  # of a stranger's module
+            raise UsageError(
+                f"{config.path}: case {cell.name}: engine {job.engine} ends its process (exit {error.code!r:.60}), "
+                "expected a module that can be imported here"
+            ) from None
 
 
 def fingerprint(config: Config) -> str:
