@@ -7,9 +7,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from ..errors import UsageError, usage_errors
+from ..errors import usage_errors
 from ..job import Job, run
 from ..report.record import check_writable, write_record
 from ..report.text import plain
@@ -49,17 +48,6 @@ def write_html(path: str, record: dict) -> None:
 def split_words(text: str | None) -> tuple[str, ...] | None:
     """'a, b' as ('a', 'b'), each once."""
     return None if text is None else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-
-
-@contextlib.contextmanager
-def viewing(path: Path) -> Iterator[None]:
-    """What a view does not find was named by the caller, or is missing from a file that somebody edited."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{path}: no whole record ({type(error).__name__}: {error}); make it again") from None
 
 
 def show_text(text: str, *, data: bool = False) -> None:
