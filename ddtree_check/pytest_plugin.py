@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from _pytest.mark.expression import Expression
 
-from .errors import Unsupported, UsageError
-from .job import BUDGET, Job, case_ids, run, whole_numbers
+from .base.errors import Unsupported, UsageError
+from .flows.job import BUDGET, Job, case_ids, run, whole_numbers
 from .report.terminal import case_where, layout, mode_verdict, node_table, remarks, verdict_line, worst_nodes
 from .report.text import GREEN, plain
 

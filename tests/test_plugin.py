@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ddtree_check
+from ddtree_check.judge.rule import Rule
 from ddtree_check.pytest_plugin import selects_leakage
-from ddtree_check.verdict import Rule
 from tests import tiny
 from tests.tiny import break_forked, hand_record, located
 
@@ -27,7 +27,7 @@ STAND_IN = """
 import json, sys
 from pathlib import Path
 import ddtree_check.pytest_plugin as plugin
-from ddtree_check.errors import Unsupported, UsageError
+from ddtree_check.base.errors import Unsupported, UsageError
 
 here = Path(__file__).parent
 
@@ -209,8 +209,8 @@ def test_with_xdist(project):
 
 
 def test_the_required_modes_are_those_of_the_command_line():
-    from ddtree_check.check import Settings
-    from ddtree_check.job import BUDGET, whole_numbers
+    from ddtree_check.flows.check import Settings
+    from ddtree_check.flows.job import BUDGET, whole_numbers
     from ddtree_check.pytest_plugin import REQUIRED
 
     assert Settings(rule=Rule()).require == REQUIRED

@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..errors import UsageError
-from ..tree import DraftTree
-from ..wiring import Layer, Wiring
+from ..base.errors import UsageError
+from ..model.wiring import Layer, Wiring
+from ..tree.draft_tree import DraftTree
 
 ENGINES = {  # looked up by name, imported on first use
-    "transformers": "ddtree_check.engines.transformers:TransformersEngine",
-    "trace": "ddtree_check.engines.trace:TraceEngine",
-    "sglang": "ddtree_check.engines.sglang:SGLangEngine",
+    "transformers": "ddtree_check.engines.transformers.engine:TransformersEngine",
+    "trace": "ddtree_check.trace.recorded:TraceEngine",
+    "sglang": "ddtree_check.engines.sglang.engine:SGLangEngine",
 }
 
 

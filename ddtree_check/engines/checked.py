@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Unsupported, UsageError
+from ..base.errors import Unsupported, UsageError
 
 
 class Checked:

@@ -14,14 +14,14 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from ..report.record import load_record
 from .config import Cell
 
 # An interpreter that ends with the gate, however the gate ends, and is otherwise `ddtree-check`.
 CHILD = (
     "from ddtree_check.gate.cells import end_with_parent; end_with_parent(); "
-    "from ddtree_check.cli import main; raise SystemExit(main())"
+    "from ddtree_check.cli.main import main; raise SystemExit(main())"
 )
 WORDS = {0: "pass", 1: "fail", 2: "inconclusive", 3: "error"}
 TAIL = 4000  # bytes of a log that may hold its last line

@@ -15,10 +15,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from .. import __version__
-from ..errors import UsageError, usage_errors
-from ..files import read_text
-from ..job import RECORDED, Job, select_prompts
-from ..resources import EMBEDDED
+from ..base.errors import UsageError, usage_errors
+from ..base.files import read_text
+from ..base.resources import EMBEDDED
+from ..flows.job import RECORDED, Job, select_prompts
 
 SECTIONS = ("gate", "matrix", "settings", "case", "exclude")
 DEFAULTS = {
@@ -250,8 +250,8 @@ def _expect(good: bool, where: str, what: str, got: object, expected: str) -> No
 def validate(config: Config) -> None:
     """Raises UsageError for what a run of any cell would refuse before it looks for its model. Imports torch."""
     from ..engines import find_engine
-    from ..engines.loading import parse_dtype
-    from ..settings import Settings
+    from ..engines.transformers.loading import parse_dtype
+    from ..flows.settings import Settings
 
     for cell in config.cells:
         job = cell.job

@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..errors import UsageError, usage_errors
-from ..files import check_writable, write_text
-from ..history import CellNight, Night, check_history, nights, store
-from ..journal import append_journal, read_journal
+from ..base.errors import UsageError, usage_errors
+from ..base.files import check_writable, write_text
+from ..base.journal import append_journal, read_journal
+from ..base.words import counted
 from ..report import html, junit, nightly
 from ..report.record import load_record
 from ..report.terminal import case_where
-from ..words import counted
 from .baseline import Baseline, Metric, envelope, load_baseline, metrics, outside, write_baseline
 from .cells import CellResult, run_cell, slug
 from .config import Cell, Config, fingerprint
+from .history import CellNight, Night, check_history, nights, store
 
 SCHEMA = "ddtree-check/gate/1"
 WORST = (0, 2, 1, 3)  # exit codes, the one that decides last

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..draft import best_first, shape
-from ..errors import UsageError
-from ..formats import to_batch_links
-from ..tree import DraftTree
+from ..base.errors import UsageError
+from ..tree.draft_tree import DraftTree
+from ..tree.drafts.best_first import best_first
+from ..tree.drafts.shapes import shape
+from ..tree.formats import to_batch_links
 from .forms import FORMS, Call, CommitCall, ConvCall, DeltaCall, Mamba2Call
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..words import counted
+from ..base.words import counted
 from .terminal import BEYOND, WORST, Table, titled, wrap
 from .text import number, plain, size
 

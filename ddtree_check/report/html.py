@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..words import counted
+from ..base.words import counted
 from .drawing import children_of
 from .terminal import BEYOND, CONTROL, Table, blocks, mode_verdict, verdict_line, where_lines
 from .text import number, plain, token_text

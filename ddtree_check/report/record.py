@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .. import files
-from ..errors import usage_errors
-from ..files import parse_json, read_text, write_text
-from ..tree import DraftTree
-from ..words import counted
+from ..base import files
+from ..base.errors import usage_errors
+from ..base.files import parse_json, read_text, write_text
+from ..base.words import counted
+from ..tree.draft_tree import DraftTree
 from .text import GREEN
 
 READABLE = ("ddtree-check/1",)

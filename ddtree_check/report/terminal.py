@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from ..words import counted
+from ..base.words import counted
 from .text import GREEN, number, plain, size, token_text
 
 BEYOND = ("leak", "flip")

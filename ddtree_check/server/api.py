@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
-from ..errors import Unsupported, UsageError
+from ..base.errors import Unsupported, UsageError
 
 LARGEST = 64 * 2**20  # bytes of an answer
 LONGEST_PAUSE = 30.0  # seconds between two attempts, whatever the server asks for

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ..server.api import Completion
-from ..words import counted
+from ..base.words import counted
+from .api import Completion
 
 PASS, DEFECT, INCONCLUSIVE = 0, 1, 2
 TEXTS = {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}
