@@ -53,6 +53,6 @@ def test_the_wheel_holds_no_more_than_it_needs(site):
 
 
 def test_a_package_without_its_fixtures_says_so(site, tmp_path):
-    code = "from pathlib import Path; from ddtree_check.base.resources import fixtures_dir; fixtures_dir(Path('nowhere/x'))"
+    code = "from pathlib import Path\nfrom ddtree_check.base.resources import fixtures_dir as f\nf(Path('nowhere/x'))"
     done = outside(site, tmp_path, "-c", code)
     assert done.returncode == 1 and "reinstall ddtree-check" in done.stderr
