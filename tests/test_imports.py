@@ -20,6 +20,7 @@ PACKAGE = REPO / "ddtree_check"
 ORDER = (  # each may import what stands before it; a row is a set of siblings that may not import each other
     ("errors",),
     ("words",),
+    ("conclusion",),
     ("tree",),
     ("trace",),
     ("plan", "pools"),
@@ -81,6 +82,7 @@ WITHOUT_TORCH = (
     "",
     "errors",
     "words",
+    "conclusion",
     "tree",
     "trace",
     "lint",

@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..base.conclusion import INCONCLUSIVE, USAGE
 from ..base.errors import Unsupported, UsageError
 from ..report.text import plain
 from .commands import gate, kernels, lint, models, plan, run, selftest, server, sweep, views
 from .commands.output import show_text
 
-INCONCLUSIVE, USAGE, INTERRUPTED = 2, 3, 130
+INTERRUPTED = 130  # as a shell has it, beside the codes of a run that ended
 
 app = typer.Typer(
     name="ddtree-check",

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from ..base.conclusion import DEFECT, INCONCLUSIVE, Conclusion, ExitCode
 from ..base.errors import Unsupported, UsageError
 from ..engines.checked import Checked
-from ..judge.conclude import TEXTS
 from ..judge.differences import Differences, measure
 from ..judge.known import KnownFailure, load_known
 from ..judge.nodes import beyond, judge, judged_as
@@ -611,21 +611,20 @@ def conclude(groups, findings: Sequence[Finding], settings: Settings, sizes, tal
         )
     ]
     failed = [finding for finding in findings if finding.verdict == "fail"]
-    refused = [finding for finding in findings if finding.verdict == "unsupported"]
-    reasons = []
+    conclusion = Conclusion()
     if missing is not None:
-        reasons.append(f"batch: not_run: {missing}")
+        conclusion.add(INCONCLUSIVE, f"batch: not_run: {missing}")
     for check in CHECKS:
         mine = [finding for finding in failed if finding.check == check]
         if mine:
             more = f" ({len(mine)} such findings)" if len(mine) > 1 else ""
-            reasons.append(f"batch: fail: {mine[0]}{more}")
-    reasons += [f"batch: unsupported: {finding}" for finding in refused[:1]]
-    known = [finding for finding in findings if finding.verdict == "known_failure"]
-    reasons += [f"batch: known_failure: {known[0]}"] if known else []
-    code = 1 if failed else 2 if refused or missing is not None else 0
+            conclusion.add(DEFECT, f"batch: fail: {mine[0]}{more}")
+    for verdict in ("unsupported", "known_failure"):
+        first = next((finding for finding in findings if finding.verdict == verdict), None)
+        if first is not None:
+            conclusion.add(ExitCode.of(verdict), f"batch: {verdict}: {first}")
     lengths = [request["prompt_tokens"] for group in groups for request in group["requests"]]
-    return {
+    section = {
         "sizes": list(sizes),
         "groups": groups,
         "checks": checks,
@@ -636,10 +635,9 @@ def conclude(groups, findings: Sequence[Finding], settings: Settings, sizes, tal
             "shortest": min(lengths, default=0),
             "longest": max(lengths, default=0),
         },
-        "verdict": {"text": TEXTS[code], "reasons": reasons},
         "not_run": missing,
-        "exit_code": code,
     }
+    return conclusion.into(section)
 
 
 def _json(value: float) -> float | None:

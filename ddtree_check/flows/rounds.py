@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from .. import __version__
+from ..base.conclusion import INCONCLUSIVE, Conclusion, ExitCode
 from ..base.errors import Unsupported, UsageError
 from ..base.journal import append_journal, resume_journal
 from ..base.words import counted
-from ..judge.conclude import TEXTS
 from ..judge.differences import measure
 from ..judge.known import load_known
 from ..judge.nodes import CONTROL, judged_as
@@ -476,49 +476,45 @@ def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, lay
         "side_branch_accepts": _share(r["aside"] for r in judged),
         "least": {"accepted_two_or_more": DEEP, "side_branch_accepts": ASIDE},
     }
-    reasons, defect, open_ = [], False, False
+    conclusion = Conclusion()
     for mode in settings.require:
         if mode not in summary:
-            reasons.append(
-                f"rounds: {mode}: unsupported ({refused[mode]})" if mode in refused else f"rounds: {mode}: not_run"
-            )
-            open_ = True
+            why = f"unsupported ({refused[mode]})" if mode in refused else "not_run"
+            conclusion.add(INCONCLUSIVE, f"rounds: {mode}: {why}")
         elif summary[mode]["off"]:
             first = summary[mode]["first"]
             margin = "not finite" if first["margin"] is None else f"{first['margin']:.3g}"
-            reasons.append(
-                f"rounds: {mode}: {'known_failure' if mode in known else 'fail'} "
-                f"({summary[mode]['off']} of {counted(summary[mode]['rounds'], 'round')} left plain decoding, first in "
-                f"prompt {first['prompt']}, round {first['round']}, token {first['position']}, node {first['node']}, "
-                f"margin {margin})"
+            verdict = "known_failure" if mode in known else "fail"
+            conclusion.add(
+                ExitCode.of(verdict),
+                f"rounds: {mode}: {verdict} ({summary[mode]['off']} of {counted(summary[mode]['rounds'], 'round')} "
+                f"left plain decoding, first in prompt {first['prompt']}, round {first['round']}, "
+                f"token {first['position']}, node {first['node']}, margin {margin})",
+                f"rounds: {mode}: alarm: it {summary[mode]['alarm']}; its acceptance is withheld",
             )
-            reasons.append(f"rounds: {mode}: alarm: it {summary[mode]['alarm']}; its acceptance is withheld")
-            defect |= mode not in known
     if (
         reads(layers, Conv, State)
         and CONTROL in summary
         and CONTROL not in settings.require
         and not summary[CONTROL]["off"]
     ):
-        reasons.append(f"rounds: insensitive: {CONTROL} never left plain decoding, so that forked did not says little")
-        open_ = True
+        why = f"rounds: insensitive: {CONTROL} never left plain decoding, so that forked did not says little"
+        conclusion.add(INCONCLUSIVE, why)
     for name, least, what in (
         ("accepted_two_or_more", DEEP, "accept two nodes or more"),
         ("side_branch_accepts", ASIDE, "leave the first branch"),
     ):
         if coverage[name] < least:
-            reasons.append(f"rounds: not exercised: {coverage[name]:.0%} of rounds {what}, expected {least:.0%}")
-            open_ = True
-    code = 1 if defect else 2 if open_ else 0
-    return {
+            why = f"rounds: not exercised: {coverage[name]:.0%} of rounds {what}, expected {least:.0%}"
+            conclusion.add(INCONCLUSIVE, why)
+    section = {
         "settings": rounds.to_json(),
         "prompts": list(prompts),
         "summary": summary,
         "unsupported": refused,
         "coverage": coverage,
-        "verdict": {"text": TEXTS[code], "reasons": reasons},
-        "exit_code": code,
     }
+    return conclusion.into(section)
 
 
 def _reference(rounds: Rounds, run: Sequence[str] | None = None) -> str:
@@ -608,13 +604,10 @@ def _share(values: Iterable[bool]) -> float:
 
 
 def attach(record: dict, section: str, found: dict) -> dict:
-    """The record of a comparison with one more section, and one verdict over both: a defect before what is
-    inconclusive."""
-    codes = {record["exit_code"], found["exit_code"]}
-    code = 1 if 1 in codes else max(codes)
-    reasons = [*record["verdict"]["reasons"], *found["verdict"]["reasons"]]
-    verdict = record["verdict"] | {"text": TEXTS[code], "reasons": reasons}
-    return record | {section: found, "verdict": verdict, "exit_code": code}
+    """Join one more section to the record of a comparison, and conclude from both."""
+    both, more = Conclusion.of(record), Conclusion.of(found)
+    both.add(more.exit_code, *more.reasons)
+    return both.into(record | {section: found})
 
 
 def make_record(engine, rounds: dict, settings: Settings, model: dict) -> dict:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from .. import __version__
+from ..base.conclusion import DEFECT, INCONCLUSIVE, PASS, Conclusion
 from ..base.errors import Unsupported, UsageError
-from ..judge.conclude import TEXTS
 from ..judge.nodes import CONTROL
 from ..model.wiring import Conv, State, Wiring, contaminated, reads
 from ..tree.draft_tree import DraftTree
@@ -124,8 +124,7 @@ def sweep(
     rows = [
         _row(setting, mode, prompts, passes[setting, mode], engine.layers) for (setting, mode), prompts in found.items()
     ]
-    code, reasons = _verdict(rows, reads(engine.layers, Conv, State))
-    return {
+    record = {
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": {"ddtree_check": __version__, **engine.describe()},
@@ -134,9 +133,8 @@ def sweep(
         "rounds": rounds.to_json(),
         "rows": rows,
         "answers": [answer(rows, block) for block in blocks],
-        "verdict": {"text": TEXTS[code], "reasons": reasons},
-        "exit_code": code,
     }
+    return _conclusion(rows, reads(engine.layers, Conv, State)).into(record)
 
 
 def _name(setting: Setting) -> str:
@@ -215,17 +213,17 @@ def answer(rows: Sequence[dict], block: int) -> dict:
     }
 
 
-def _verdict(rows: Sequence[dict], recurrent: bool) -> tuple[int, list[str]]:
-    reasons = []
+def _conclusion(rows: Sequence[dict], recurrent: bool) -> Conclusion:
+    conclusion = Conclusion()
     for row in rows:
         if row["mode"] in REQUIRED and row["off"]:
             kind = "linear" if row["budget"] is None else f"budget {row['budget']}"
-            reasons.append(
+            conclusion.add(
+                DEFECT,
                 f"{row['mode']}: fail ({row['off']} of {row['rounds']} rounds left plain decoding at block "
-                f"{row['block']}, {kind}); its acceptance and speed are withheld"
+                f"{row['block']}, {kind}); its acceptance and speed are withheld",
             )
-    if reasons:
-        return 1, reasons
-    if recurrent and not any(row["off"] for row in rows if row["mode"] == CONTROL):
-        return 2, [f"insensitive: {CONTROL} never left plain decoding, so that forked did not says little"]
-    return 0, reasons
+    if conclusion.exit_code == PASS and recurrent and not any(row["off"] for row in rows if row["mode"] == CONTROL):
+        why = f"insensitive: {CONTROL} never left plain decoding, so that forked did not says little"
+        conclusion.add(INCONCLUSIVE, why)
+    return conclusion

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..base.conclusion import INCONCLUSIVE, USAGE
 from ..base.errors import UsageError
 from ..report.record import load_record
 from .config import Cell
@@ -23,7 +24,6 @@ CHILD = (
     "from ddtree_check.gate.cells import end_with_parent; end_with_parent(); "
     "from ddtree_check.cli.main import main; raise SystemExit(main())"
 )
-WORDS = {0: "pass", 1: "fail", 2: "inconclusive", 3: "error"}
 TAIL = 4000  # bytes of a log that may hold its last line
 
 
@@ -70,27 +70,27 @@ def run_cell(cell: Cell, record: Path, log: Path) -> CellResult:
     seconds = time.monotonic() - began
     if code is None:
         reason = f"stopped after {cell.timeout:g} s, the time limit of a case"
-        return CellResult(cell.name, "not_run", 2, reason, seconds, False)
+        return CellResult(cell.name, "not_run", INCONCLUSIVE, reason, seconds, False)
     return _result(cell.name, code, record, log, seconds)
 
 
 def _result(name: str, code: int, path: Path, log: Path, seconds: float) -> CellResult:
     if code < 0:
         reason = f"its process was ended by {signal.Signals(-code).name}, see {log}"
-        return CellResult(name, "not_run", 2, reason, seconds, False)
+        return CellResult(name, "not_run", INCONCLUSIVE, reason, seconds, False)
     if path.exists():
         try:
             record = load_record(path)
         except UsageError as error:
-            return CellResult(name, "error", 3, str(error), seconds, False)
+            return CellResult(name, "error", USAGE, str(error), seconds, False)
         if record["exit_code"] == code:
             reason = "; ".join(record["verdict"]["reasons"])
             return CellResult(name, record["verdict"]["text"], code, reason, seconds, True)
     said = _last_line(log)
-    if code == 2 and said.startswith("unsupported: "):
-        return CellResult(name, "unsupported", 2, said.removeprefix("unsupported: "), seconds, False)
+    if code == INCONCLUSIVE and said.startswith("unsupported: "):
+        return CellResult(name, "unsupported", INCONCLUSIVE, said.removeprefix("unsupported: "), seconds, False)
     said = said or f"it ended with exit code {code} and without a record"
-    return CellResult(name, "error", 3, said, seconds, False)
+    return CellResult(name, "error", USAGE, said, seconds, False)
 
 
 def _last_line(log: Path) -> str:

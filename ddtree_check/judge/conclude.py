@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from ..base.conclusion import INCONCLUSIVE, PASS, Conclusion, ExitCode
 from ..base.words import counted
 from .nodes import CONTROL, MODES, Leak, ModeResult, Systematic
 from .rule import Rule
@@ -12,22 +13,16 @@ from .rule import Rule
 # Worst first: what a run says of a mode is the worst that any of its cases said.
 MODE_VERDICTS = ("fail", "reference_unusable", "unsupported", "not_run", "insensitive", "known_failure", "pass")
 
-PASS, DEFECT, INCONCLUSIVE, USAGE = 0, 1, 2, 3
-TEXTS = {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}
 
+@dataclass
+class Verdict(Conclusion):
+    """The conclusion of a comparison, with the verdict of each mode."""
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the whole run came to. `modes` maps each mode to its verdict, `reasons` says why in plain words."""
+    modes: dict[str, str] = field(default_factory=dict)
+    sensitive: bool | None = None  # None: nothing to leak
 
-    modes: dict[str, str]
-    reasons: tuple[str, ...]
-    sensitive: bool | None  # None: nothing to leak
-    exit_code: int
-
-    @property
-    def text(self) -> str:
-        return TEXTS[self.exit_code]
+    def into(self, record: Mapping) -> dict:
+        return super().into({**record, "verdict": {"modes": self.modes, "sensitive": self.sensitive}})
 
 
 def conclude(
@@ -40,12 +35,12 @@ def conclude(
     the modes whose wiring must leave a wrong state there. reactions: a `sensitivity.Reaction` for each kind of state.
     above: what `systematic` says of the run's tree passes.
     """
-    reasons: list[str] = []
     modes = {
         mode: min((case[mode].verdict for case in cases), key=MODE_VERDICTS.index, default="not_run") for mode in MODES
     }
     if above and above.beyond and modes["tree_forked"] == "pass":
         modes["tree_forked"] = "fail"
+    verdict = Verdict(modes=modes)
     # Only what was judged can be sensitive or not: an unusable reference says nothing of the model.
     judged = [
         leak
@@ -54,36 +49,35 @@ def conclude(
     ]
     near = sum(len(leak.near) for leak in judged)
     moved = near - sum(len(leak.still) for leak in judged)
-    sensitive: bool | None = None
     if near:
         needed = rule.near_share[dtype]
-        sensitive = moved >= needed * near
-        if not sensitive:
+        verdict.sensitive = moved >= needed * near
+        if not verdict.sensitive:
             if CONTROL not in required or modes[CONTROL] != "fail":  # what is required and was seen to leak has failed
                 modes[CONTROL] = "insensitive"
-            reasons.append(
+            verdict.add(
+                INCONCLUSIVE,
                 f"insensitive: {moved} of {counted(near, 'contaminated node')} near a skip edge moved, expected "
-                f"{needed:.0%}; this model or this input does not show a leak, so a pass says little"
+                f"{needed:.0%}; this model or this input does not show a leak, so a pass says little",
             )
     for calm in (reaction for reaction in reactions if not reaction.reacts):
-        sensitive = False
-        reasons.append(str(calm))
+        verdict.sensitive = False
+        verdict.add(INCONCLUSIVE, str(calm))
     outside = sum(len(leak.outside) for leak in leaks)
     unequal = sum(leak.clean_equal is False for leak in leaks)
     if outside or unequal:
-        sensitive = False
+        verdict.sensitive = False
         what = (
             f"{counted(outside, 'node')} moved outside the leak law"
             if outside
             else f"clean nodes differ in {counted(unequal, 'case')}"
         )
-        reasons.append(f"the unforked control is off: {what}; the forked verdict is not proven")
+        verdict.add(INCONCLUSIVE, f"the unforked control is off: {what}; the forked verdict is not proven")
     for mode in required:
         if modes[mode] != "pass":
             pooled = above if mode == "tree_forked" else None
             why = next((case[mode].reason for case in cases if case[mode].verdict == modes[mode]), pooled)
-            reasons.append(f"{mode}: {modes[mode]}" + (f" ({why})" if why else ""))
-    demanded = [modes[mode] for mode in required]
+            verdict.add(ExitCode.of(modes[mode]), f"{mode}: {modes[mode]}" + (f" ({why})" if why else ""))
     for mode in required:
         # A pass that is known to be wrong cannot leave a right state.
         wrong = (
@@ -98,35 +92,26 @@ def conclude(
             count = sum((getattr(commit, "pattern", "") == "state") == kind for commit in commits)
             worst = min(own, key=lambda commit: MODE_VERDICTS.index(commit.modes[mode].verdict))
             found = worst.modes[mode]
-            demanded.append(found.verdict)
-            reasons.append(
+            verdict.add(
+                ExitCode.of(found.verdict),
                 f"{what} {mode}: {found.verdict} for {len(own)} of {count} {of} "
-                f"(path {'-'.join(map(str, worst.path))}: {found.reason})"
+                f"(path {'-'.join(map(str, worst.path))}: {found.reason})",
             )
     stray = [
         c for c in commits if CONTROL in c.modes and c.modes[CONTROL].verdict == "fail" and CONTROL not in c.expected
     ]
     if stray and CONTROL not in required:
-        sensitive = False
-        reasons.append(
+        verdict.sensitive = False
+        verdict.add(
+            INCONCLUSIVE,
             f"the unforked control is off: a wrong state after {counted(len(stray), 'commit')} that the leak law calls "
-            "clean; the forked verdict is not proven"
+            "clean; the forked verdict is not proven",
         )
     if not cases:
-        reasons.append("no case was run")
-        code = INCONCLUSIVE
-    elif "fail" in demanded:
-        code = DEFECT
-    elif any(verdict not in ("pass", "known_failure") for verdict in demanded) or sensitive is False:
-        code = INCONCLUSIVE
-    elif "pass" not in demanded:
-        reasons.append("every required mode is a known failure, which leaves nothing that was proven")
-        code = INCONCLUSIVE
-    elif modes["tree_unforked"] in ("not_run", "unsupported"):
-        reasons.append(
-            f"tree_unforked: {modes['tree_unforked']}; without the control nothing shows that a leak is seen"
-        )
-        code = INCONCLUSIVE
-    else:
-        code = PASS
-    return Verdict(modes, tuple(reasons), sensitive, code)
+        verdict.add(INCONCLUSIVE, "no case was run")
+    elif verdict.exit_code == PASS and all(modes[mode] == "known_failure" for mode in required):
+        verdict.add(INCONCLUSIVE, "every required mode is a known failure, which leaves nothing that was proven")
+    elif verdict.exit_code == PASS and modes[CONTROL] in ("not_run", "unsupported"):
+        why = f"{CONTROL}: {modes[CONTROL]}; without the control nothing shows that a leak is seen"
+        verdict.add(INCONCLUSIVE, why)
+    return verdict

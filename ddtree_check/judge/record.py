@@ -83,7 +83,7 @@ def make_record(
         above,
     )
     cases = [_case_json(outcome) for outcome in outcomes]
-    return {
+    record = {
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": environment,
@@ -107,14 +107,8 @@ def make_record(
         "leakage": _leakage(outcomes),
         "coverage": _coverage(layers, outcomes),
         "sensitivity": [reaction.to_json() for reaction in reactions],
-        "verdict": {
-            "text": verdict.text,
-            "modes": verdict.modes,
-            "reasons": list(verdict.reasons),
-            "sensitive": verdict.sensitive,
-        },
-        "exit_code": verdict.exit_code,
     }
+    return verdict.into(record)
 
 
 def _pooled(outcome: Outcome) -> tuple:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ..base import files
+from ..base.conclusion import PASS
 from ..base.errors import usage_errors
 from ..base.files import parse_json, read_text, write_text
 from ..base.words import counted
@@ -97,7 +98,7 @@ def _same_nodes(nodes: list[dict], tree: DraftTree) -> None:
 
 def _follows(record: dict, where: str) -> None:
     """Refuses a pass that the record's own cases do not bear out, as one that somebody edited."""
-    if record["exit_code"] != 0:
+    if record["exit_code"] != PASS:
         return
     required = record["settings"].get("require", ())
     if not record["cases"]:

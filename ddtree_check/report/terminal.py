@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from ..base.conclusion import DEFECT
 from ..base.words import counted
 from .text import GREEN, number, plain, size, token_text
 
@@ -673,7 +674,7 @@ def verdict_line(record: dict) -> str:
 def _decisive(record: dict) -> str:
     """The reason behind the exit code, as far as a headline has room for it."""
     reasons = [plain(reason) for reason in record["verdict"]["reasons"]] or ["no reason is recorded"]
-    decisive = next((reason for reason in reasons if record["exit_code"] == 1 and ": fail" in reason), reasons[0])
+    decisive = next((reason for reason in reasons if record["exit_code"] == DEFECT and ": fail" in reason), reasons[0])
     return decisive.partition(" (")[0].partition("; ")[0]
 
 

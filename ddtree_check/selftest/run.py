@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from .. import __version__
+from ..base.conclusion import DEFECT, Conclusion
 from ..base.errors import Unsupported, UsageError, usage_errors
 from ..base.resources import DRAFTER, EMBEDDED
 from ..engines import load_engine
@@ -583,18 +584,19 @@ def run(
     results.sort(key=lambda result: order[result.pop("order")])
     if progress:
         progress(len(todo), len(todo), "done")
-    bad = [result for result in results if not result["as_expected"]]
-    code = 1 if bad else 0
-    return {
+    conclusion = Conclusion()
+    for result in results:
+        if not result["as_expected"]:
+            conclusion.add(DEFECT, _reason(result))
+    record = {
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": {"ddtree_check": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()},
         "kinds": KINDS,
         "results": results,
         "seconds": time.perf_counter() - started,
-        "verdict": {"text": "fail" if bad else "pass", "reasons": [_reason(result) for result in bad]},
-        "exit_code": code,
     }
+    return conclusion.into(record)
 
 
 def _clean_runs(faults: Sequence[Fault]) -> Iterator[Fault]:

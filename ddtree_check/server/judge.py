@@ -9,11 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from ..base.conclusion import DEFECT, INCONCLUSIVE, Conclusion
 from ..base.words import counted
 from .api import Completion
 
-PASS, DEFECT, INCONCLUSIVE = 0, 1, 2
-TEXTS = {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}
 VERDICTS = ("pass", "tie", "leak", "flip")
 
 
@@ -120,9 +119,11 @@ def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
         "runs": sum(len(prompt["runs"]) for prompt in run),
         "control": len(control),
     }
-    reasons, code = _reasons(rule, band, bound, counts, typical, coverage, control)
-    reasons += [f"{prompt['id']}: not_run: {prompt['reason']}" for prompt in prompts if prompt["reason"]]
-    return {
+    conclusion = _conclusion(rule, band, bound, counts, typical, coverage, control)
+    for prompt in prompts:
+        if prompt["reason"]:
+            conclusion.add(INCONCLUSIVE, f"{prompt['id']}: not_run: {prompt['reason']}")
+    section = {
         "band": {
             "largest": band,
             "bound": bound,
@@ -133,39 +134,41 @@ def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
         "prompts": judged,
         "counts": counts,
         "coverage": coverage,
-        "verdict": {"text": TEXTS[code], "reasons": reasons},
-        "exit_code": code,
     }
+    return conclusion.into(section)
 
 
-def _reasons(rule: Rule, band, bound, counts, typical, coverage, control) -> tuple[list[str], int]:
-    """Why, and the exit code: what leaves nothing to judge by goes before a defect, a defect before gaps."""
+def _conclusion(rule: Rule, band, bound, counts, typical, coverage, control) -> Conclusion:
+    """Conclude from the figures: where nothing is left to judge by, neither a defect nor a gap is looked for."""
     if not coverage["compared"]:
-        return ["nothing was compared"], INCONCLUSIVE
+        return Conclusion(INCONCLUSIVE, ("nothing was compared",))
     if band > rule.widest:
-        return [
+        why = (
             f"the reference differs from itself by {band:.3g} nats, expected at most {rule.widest:g}; "
             "ask it one request at a time, or switch its own speculation off"
-        ], INCONCLUSIVE
+        )
+        return Conclusion(INCONCLUSIVE, (why,))
     if control and max(control) > bound:
-        return [
+        why = (
             f"the servers differ by {max(control):.3g} nats on forced text, where nothing is speculated (expected at "
             f"most {bound:.3g}): another model, dtype or kernel; nothing can be said of speculation"
-        ], INCONCLUSIVE
-    reasons = []
+        )
+        return Conclusion(INCONCLUSIVE, (why,))
+    conclusion = Conclusion()
     if counts["flip"] or counts["leak"]:
-        reasons.append(
+        conclusion.add(
+            DEFECT,
             f"{counted(counts['flip'], 'token')} that the reference would not have chosen and {counts['leak']} whose "
-            f"log-probabilities are off, beyond {bound:.3g} nats"
+            f"log-probabilities are off, beyond {bound:.3g} nats",
         )
     own, runs = typical["own"], typical["runs"]
     if own is not None and runs is not None and runs > rule.bound(own):
-        reasons.append(
-            f"half of all tokens are off by {runs:.3g} nats or more, where the reference is by {own:.3g} from itself"
+        conclusion.add(
+            DEFECT,
+            f"half of all tokens are off by {runs:.3g} nats or more, where the reference is by {own:.3g} from itself",
         )
-    if reasons:
-        return reasons, DEFECT
     share = coverage["compared"] / max(1, coverage["tokens"])
-    if share < rule.compared:
-        reasons.append(f"only {share:.0%} of the tokens could be compared, expected {rule.compared:.0%}")
-    return reasons, INCONCLUSIVE if reasons or coverage["not_run"] else PASS
+    if not conclusion.reasons and share < rule.compared:
+        why = f"only {share:.0%} of the tokens could be compared, expected {rule.compared:.0%}"
+        conclusion.add(INCONCLUSIVE, why)
+    return conclusion

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ...base.conclusion import ExitCode, combine
 from ...base.errors import UsageError
 from ...base.words import counted
 from ...report.terminal import Table, titled, wrap
@@ -69,9 +70,9 @@ def kernels(
             if show:
                 show(place, len(cases), case.id)
             results.append(check(found[case.kind], case, device=device, name=case.kind))
-    show_text(_report(module, results, device, size))
-    verdicts = {result.verdict for result in results}
-    return 1 if "fail" in verdicts else 2 if "unsupported" in verdicts else 0
+    code = combine(*(ExitCode.of(result.verdict) for result in results))
+    show_text(_report(module, results, device, size, code))
+    return code
 
 
 def _functions(module: str, kinds: tuple[str, ...] | None) -> dict:
@@ -118,7 +119,7 @@ def _check_device(device: str) -> None:
         raise UsageError(f"device: {device!r} cannot be used ({reason}); expected cpu, or cuda with a GPU") from None
 
 
-def _report(module: str, results: list, device: str, size: str) -> str:
+def _report(module: str, results: list, device: str, size: str, code: ExitCode) -> str:
     groups: dict[tuple[str, str, str], list] = {}
     for result in results:
         case = result.case
@@ -152,10 +153,8 @@ def _report(module: str, results: list, device: str, size: str) -> str:
         )
     judged = sum(result.judged for result in results)
     failed = sum(result.verdict == "fail" for result in results)
-    verdict = "fail" if failed else "inconclusive" if refused else "pass"
-    code = 1 if failed else 2 if refused else 0
     ran = f"{counted(len(results), 'case')}, {failed} failed, {judged:,} numbers judged"
-    blocks.append(f"verdict: {verdict} ({ran}), exit code {code}")
+    blocks.append(f"verdict: {code.text} ({ran}), exit code {code}")
     return "\n\n".join(blocks)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ...base.conclusion import DEFECT, PASS
 from ...report.terminal import wrap
 from ...report.text import plain
 from .output import show_text, width
@@ -29,4 +30,4 @@ def lint(
         show_text(wrap(plain(str(finding)), width()))
     names = sorted({finding.name for finding in found})
     show_text(f"{len(found)} found: {', '.join(names)}" if found else "nothing found")
-    return 1 if found else 0
+    return DEFECT if found else PASS

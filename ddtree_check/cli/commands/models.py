@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ...base.conclusion import combine
 from ...base.errors import UsageError
 from ...flows.job import quiet_libraries
 from ...report.terminal import Table, layout, titled, wrap
@@ -14,7 +15,6 @@ from ...report.text import number
 from .output import progress, show_text, width
 
 SHOWN = {"run": ("sglang",), "untested": ("sglang (untested)",), "window by row": ("sglang (known failure)",)}
-WORST = (0, 2, 1, 3)  # exit codes, the one that says most of a run last
 
 
 def models(
@@ -77,7 +77,7 @@ def _measure_families(chosen: list[str] | None, dtype: str, device: str) -> int:
         f"Families at a small shape, random weights, {dtype}, {device}, one drawn tree; |Δ| is the largest of a node"
     )
     show_text(titled(Table(title, headers, rows, ("layers",)), width()))
-    return max((row["exit_code"] for row in found), key=WORST.index)
+    return combine(*(row["exit_code"] for row in found))
 
 
 def _model_tables() -> Iterator[Table]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ...base.conclusion import DEFECT, PASS
 from ...base.errors import UsageError, usage_errors
 from ...base.files import parse_json, read_text
 from ...engines.capacity import SCHEMA, Need, batches, needs, parse_reserved
@@ -46,8 +47,8 @@ def plan(
         check_writable(json)
     found = [(size, needs(batch, buffers)) for size, batch in zip(sizes, batches(budgets, sizes), strict=True)]
     short = [(size, need) for size, each in found for need in each if need.short]
-    code = int(bool(short))
-    last = f"verdict: {'fail' if short else 'pass'}, {_count(short, found)}, no pass was run, exit code {code}"
+    code = DEFECT if short else PASS
+    last = f"verdict: {code.text}, {_count(short, found)}, no pass was run, exit code {code}"
     if json is not None:
         write_record(json, _record(budgets, buffers, found, code))
     unstated = [name for name in BUFFERS if not any(name in buffer for buffer in buffers)]
@@ -116,5 +117,5 @@ def _record(budgets, buffers, found, code: int) -> dict:
             }
             for size, each in found
         ],
-        "exit_code": code,
+        "exit_code": int(code),
     }

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...base.conclusion import DEFECT, PASS, Conclusion
 from ...tree.accept import compare_walks, greedy_walk
 from ...tree.draft_tree import DraftTree
-from ..conclude import DEFECT, TEXTS
 from ..nodes import CONTROL, MODES, ModeResult
 from .draws import Outcomes, Walks, holm, power, test, visible
 from .processing import (
@@ -274,27 +274,27 @@ def attach(record: dict, outcomes: Sequence, settings) -> dict:
     tests = {mode: found["draws"] for mode, found in modes.items() if found["draws"]}
     own = holm({mode: found["p_own"] for mode, found in tests.items()}, LEVEL)
     off = holm({mode: found["p"] for mode, found in tests.items()}, LEVEL)
-    reasons, code = list(record["verdict"]["reasons"]), record["exit_code"]
+    conclusion = Conclusion.of(record)
     for mode, found in tests.items():
         found["verdict"] = "not its own" if mode in own else "not ar's" if mode in off else "pass"
         if mode not in settings.require or record["verdict"]["modes"][mode] != "pass":
             continue  # logits that are off are judged by themselves
         if mode in own:
-            reasons.append(f"{mode}: its draws do not follow its own distribution (p {found['p_own']:.2g})")
-            code = DEFECT
+            why = f"{mode}: its draws do not follow its own distribution (p {found['p_own']:.2g})"
+            conclusion.add(DEFECT, why)
         elif mode in off:
-            reasons.append(
+            conclusion.add(
+                PASS,
                 f"{mode}: its draws tell it from ar (p {found['p']:.2g}) by rounding alone, every node is within its "
-                f"floor; total variation over the outcomes of a round at most {modes[mode]['tv_outcomes']:.2g}"
+                f"floor; total variation over the outcomes of a round at most {modes[mode]['tv_outcomes']:.2g}",
             )
     for mode, found in modes.items():
         # Acceptance that is bought with other tokens is none.
         right = record["verdict"]["modes"][mode] == "pass" and not found["wrong"] and mode not in own
         found["alarm"] = None if right else _alarm(found["moved"])
         found["expected_accepted"] = found["expected_accepted"] if right else None
-    verdict = record["verdict"] | {"text": TEXTS[code], "reasons": reasons}
     sampling = {"level": LEVEL, "simulations": SIMULATIONS, "effect": EFFECT, "modes": modes}
-    return record | {"sampling": sampling, "verdict": verdict, "exit_code": code}
+    return conclusion.into(record | {"sampling": sampling})
 
 
 def _alarm(moved: float | None) -> str:
