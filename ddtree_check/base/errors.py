@@ -8,6 +8,10 @@ class UsageError(Exception):
     """Bad input or a missing piece of the environment: one line (what, got, expected, next step), exit code 3."""
 
 
+class Broken(UsageError):
+    """A pass of an engine raised, or answered with something else than what it is for; one line, as of UsageError."""
+
+
 class Unsupported(Exception):
     """The engine or the model cannot be checked this way; the reason names the layer. Never shown as a pass."""
 

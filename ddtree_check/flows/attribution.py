@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from ..base.errors import Unsupported
+from ..engines import walk
 from ..judge.differences import measure, ulp
 from ..judge.nodes import beyond, judge
 from ..judge.rule import Rule
 from ..model.wiring import BLANK, FORKED, Attention, Conv, Layer, Plan, State, Wiring, reads, with_edge
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import leaf_paths, padded_chain
-from .commit import Part, compare_contents, off, tree_floors, walk
+from .commit import Part, compare_contents, off, tree_floors
 
 KEPT = 64 << 20  # bytes of layer outputs held at a time; more layers are seen in several turns
 CHANNELS = {"state": State, "conv": Conv, "mask": Attention, "positions": Attention}
@@ -175,14 +176,14 @@ class _Hunt:
 
     def _by_layer(self):
         """First layer beyond its floor by bad node, growth by node, and the nodes sent to other experts by layer."""
-        if not hasattr(self.engine, "watch"):
-            return {}, {}, {}
         error, over, routed = [], [], {}
-        for group in self._groups():
+        for group in _or_nothing(lambda: list(self._groups()), ()):
             for layer, (size, beyond_floor, moved) in self._group(group).items():
                 error.append(size)
                 over.append(beyond_floor)
                 routed[layer] = moved
+        if not error:
+            return {}, {}, {}
         error, over = np.array(error), np.array(over)  # row 0 is the input of the first layer
         typical = np.median(error[:, list(self.bad)], axis=1)
         self.profile = tuple(float(size) if np.isfinite(size) else None for size in typical)
@@ -211,7 +212,7 @@ class _Hunt:
         right: dict[int, list[torch.Tensor]] = {layer: [None] * n for layer in group}
         routes: dict[tuple[int, int], torch.Tensor] = {}
         with self.engine.watch(group) as seen:
-            for node, _ in walk(self.engine, self.prefix, self.tree):
+            for node, *_ in walk(self.engine, self.prefix, self.tree):
                 for layer in group:
                     right[layer][node] = seen.outputs[layer][0]
                     if layer in seen.routes:

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from ..base.conclusion import DEFECT, INCONCLUSIVE, Conclusion, ExitCode
-from ..base.errors import Unsupported, UsageError
-from ..engines.checked import Checked
+from ..base.errors import Broken, Unsupported, UsageError
+from ..engines.checked import complete
 from ..judge.differences import Differences, measure
 from ..judge.known import KnownFailure, load_known
 from ..judge.nodes import beyond, judge, judged_as
@@ -123,14 +123,17 @@ def batch_runs(
     The modes are those that `settings` requires. Raises UsageError for a size that there are not enough prompts for.
     """
     check_sizes(sizes, len(items))
-    engine = Checked(engine)
-    make = getattr(engine, "batches", None)
-    batches = make() if make else f"the engine {getattr(engine, 'name', type(engine).__name__)} runs one request a pass"
+    engine = complete(engine, settings.vocab_size)
+    batches = engine.batches()
     if isinstance(batches, str):
         return conclude([], [], settings, sizes, {}, missing=batches)
     environment = engine.describe()
     known = [entry for entry in load_known() if entry.covers(environment.get("model_type"), environment)]
     pool = [_request(engine, item, settings, place) for place, item in enumerate(items)]
+    try:
+        engine.contents(pool[0].prefix)
+    except Unsupported as reason:
+        return conclude([], [], settings, sizes, {}, missing=str(reason))
     groups, tally, findings = [], {}, []
     parts = [(size, group) for size in sizes for group in _groups(pool, size)]
     for place, (size, group) in enumerate(parts):
@@ -234,7 +237,8 @@ class _Group:
             run()
         except Unsupported as error:
             self._found(check, mode, composition, "all", f"refused: {error}", verdict="unsupported")
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (Broken, RuntimeError, ValueError, IndexError) as error:
+            error = error.__cause__ or error
             text = " ".join(str(error).split())
             self._found(check, mode, composition, "all", f"the pass broke down: {type(error).__name__}: {text:.120}")
         self.canary(check, mode, composition)

@@ -15,6 +15,7 @@ import torch
 from .. import __version__
 from ..base.errors import UsageError
 from ..base.forked_pool import apart
+from ..engines.checked import complete
 from ..judge.case import judge_case
 from ..judge.known import excuse, load_known
 from ..judge.nodes import CONTROL, MODES, judged_as, reference_problem
@@ -49,10 +50,10 @@ def check(
     workers: processes that share the prompts of a model on the CPU; the record is the same. A mode that the engine
     refuses is `unsupported`, for that mode alone. Raises UsageError for input that the model cannot take.
     """
-    items, engine = list(items), settings.whole(engine)
+    items, engine = list(items), complete(engine, settings.vocab_size)
     if not items:
         raise UsageError("prompts: got 0, expected at least one")
-    oracle = oracle if oracle is None else settings.whole(oracle)
+    oracle = oracle if oracle is None else complete(oracle, settings.vocab_size)
     for item in items:
         fits(item, settings, engine.vocab_size, engine.max_length)
     environment = {"ddtree_check": __version__, **engine.describe()}
@@ -76,8 +77,7 @@ def check(
     excused = excuse([outcome.results for outcome in outcomes], known, findings)
     outcomes = [replace(outcome, results=results) for outcome, results in zip(outcomes, excused, strict=True)]
     outcomes = _first_attributions(outcomes)
-    model = model or getattr(engine, "provenance", {})
-    record = make_record(outcomes, engine.layers, settings, environment, model, reactions)
+    record = make_record(outcomes, engine.layers, settings, environment, model or engine.provenance, reactions)
     return attach(record, outcomes, settings) if settings.sampling.active else record
 
 
@@ -174,9 +174,8 @@ def _step(trace, engine, item: Item, case: Case, rows, place: Sequence[int], kep
     step = trace.step(
         case.id, case.prompt_tokens, case.tree.tokens, case.tree.parents, request=item.id, source=case.source
     )
-    picks = getattr(engine, "chosen", None)
-    taken = None if picks is None else list(map(int, picks("ar", case.tree, range(len(rows)), rows)))
-    step.add("ar", rows, wiring="engine", chosen=taken)
+    taken = engine.chosen("ar", case.tree, range(len(rows)), rows)
+    step.add("ar", rows, wiring="engine", chosen=None if taken is None else list(map(int, taken)))
     for name, held in kept.items():
         nodes = [node for node, at in enumerate(place) if at in held]
         if nodes:

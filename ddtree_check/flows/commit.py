@@ -15,6 +15,7 @@ import torch
 
 from ..base.errors import Unsupported, UsageError
 from ..base.words import counted
+from ..engines import walk
 from ..judge.differences import Differences, measure, ulp
 from ..judge.nodes import beyond, judge, judged_as
 from ..judge.rule import EXACT, Rule
@@ -635,26 +636,11 @@ def _searcher(engine, prefix, tree: DraftTree) -> Callable:
 
     def words(judged: Judge, found: Left, bad) -> tuple[tuple[Part, float, str], ...]:
         search = Search(judged.path, engine.contents(prefix), judged.reference.contents, found.contents, bad)
-        for node, standing in walk(engine, prefix, tree):
+        for node, _, standing in walk(engine, prefix, tree):
             search.see(node, engine.contents(standing))
         return tuple((part, floor, search.say(part, judged.near(part, floor))) for part, floor in bad)
 
     return words
-
-
-def walk(engine, prefix, tree: DraftTree) -> Iterator[tuple[int, object]]:
-    """Every node in flat order with the Prefix after it, by plain steps; a Prefix is let go after its last child."""
-    standing = {-1: prefix}
-    waiting = [len(children) for children in tree.children]
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        _, standing[node] = engine.step(standing[parent], token)
-        yield node, standing[node]
-        if not waiting[node]:
-            del standing[node]
-        if parent >= 0:
-            waiting[parent] -= 1
-            if not waiting[parent]:
-                del standing[parent]
 
 
 def _json(value: float) -> float | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..base.errors import Unsupported, UsageError, usage_errors
 from ..base.resources import DRAFTER, EMBEDDED, fixtures_dir
 from ..base.words import counted, option
+from ..engines import REPLAYED, of_class
 from ..model.families import ALIASES
 from ..tree.case import Prompt, load_prompts, load_tree
 from ..tree.drafts.best_first import PUBLISHED
@@ -26,7 +27,6 @@ BUDGET = "16,64"
 SMALL = 100_000_000  # parameters below which a second thread costs more than it brings
 HUMANEVAL = "humaneval"
 RECORDED = "recorded:"
-TRACE = "trace"
 DFLASH = "dflash"
 TRACE_BYTES = 4 << 30  # that a trace may take, unless the caller allows more
 SAMPLED = 16  # leaf paths that the controls take of a drafter's trees, which have many
@@ -85,7 +85,7 @@ class Job:
         for name in ("verb", "save_trace", "max_bytes"):
             chosen.pop(name, None)
         settings = {**chosen.pop("settings", {}), **(chosen.pop("rounds", None) or {})}
-        if self.engine == TRACE or self.tree is not None:  # such a tree has the size that it has
+        if self.trace is not None or self.tree is not None:  # such a tree has the size that it has
             settings.pop("budgets", None)
         for name, value in (chosen | settings).items():
             flag = "--budgets" if (self.verb, name) == ("sweep", "budgets") else f"--{option(name)}"
@@ -139,10 +139,10 @@ def run(job: Job, progress: Callable[[int, int, str], None] | None = None) -> di
 
     Raises UsageError for bad input, found before the weights are read wherever that is possible, and Unsupported.
     """
-    if (job.engine == TRACE) != (job.trace is not None):
+    if (job.engine in REPLAYED) != (job.trace is not None):
         got = f"engine {job.engine} and {'no trace' if job.trace is None else job.trace}"
         raise UsageError(f"trace: got {got}, expected --engine trace with the path of a trace, or neither")
-    if job.engine == TRACE:
+    if job.trace is not None:
         return _run_trace(job, progress or (lambda *_: None))
     prompts = select_prompts(job)
     with usage_errors():
@@ -171,7 +171,7 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
 
 
 def _run(job: Job, prompts, tree, drafts, progress) -> dict:
-    from ..engines import find_engine, load_engine, load_options
+    from ..engines import load_engine, load_options, of_class
     from ..engines.transformers import loading
     from .batch import batch_runs, check_sizes
     from .check import check
@@ -187,8 +187,7 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     loading.parse_dtype(job.dtype, None)
     progress(0, len(prompts), f"looking for {job.model or EMBEDDED}")
     source = loading.resolve(job.model)
-    read = getattr(find_engine(job.engine), "load_config", loading.load_config)
-    config = read(job.model, source, job.weights).get_text_config(decoder=True)
+    config = of_class(job.engine, "load_config")(job.model, source, job.weights).get_text_config(decoder=True)
     tokenizer, origin = _tokenizer(job, source, any(prompt.text is not None for _, prompt in prompts))
     check_sizes(job.batch, len(prompts))
     items = []
@@ -208,6 +207,7 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     engine = load_engine(
         job.engine,
         job.model,
+        vocab_size=settings.vocab_size,
         weights=job.weights,
         dtype=job.dtype,
         device=job.device,
@@ -215,7 +215,7 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
         progress=lambda text: progress(0, len(items), text),
         **own,
     )
-    model = {**getattr(engine, "provenance", {}), "tokenizer": origin}
+    model = {**engine.provenance, "tokenizer": origin}
     if settings.draft == DFLASH and tree is None:
         items, model["drafter"] = _with_drafter(job, draft, engine, items)
     with few_threads(model):
@@ -263,16 +263,18 @@ def draft_source(job: Job) -> str:
     """The draft of a job, the default filled in: the embedded drafter where it fits, else the model's own choices."""
     if job.draft:
         return job.draft
-    embedded = job.model in (None, EMBEDDED) and job.weights == "real" and job.engine == "transformers"
-    return DFLASH if embedded and "acceptance" not in job.settings else "self"
+    embedded = job.model in (None, EMBEDDED) and job.weights == "real"
+    return of_class(job.engine, "default_draft") if embedded and "acceptance" not in job.settings else "self"
 
 
 def _with_drafter(job: Job, draft: str, engine, items: Sequence) -> tuple[list, dict]:
     """The items with their DFlash drafter, which the engine reads features for from now on, and what it is."""
     from ..engines.dflash import load
 
-    if not hasattr(engine, "read_features"):
-        raise Unsupported(f"draft: engine {job.engine} hands no hidden features to a drafter; take --draft self")
+    try:
+        engine.read_features(())
+    except Unsupported as reason:
+        raise Unsupported(f"draft: {reason}; take --draft self") from None
     alias = ALIASES.get((job.model or "").lower())
     default = DRAFTER if job.model in (None, EMBEDDED) else alias and alias.drafter
     drafter = load(draft.partition(":")[2] or None, engine, default)
@@ -302,7 +304,7 @@ def _expect_room(job: Job, engine, items: Sequence, settings) -> None:
 
     if job.max_bytes < 1:
         raise UsageError(f"max-bytes: got {job.max_bytes}, expected a number of at least 1")
-    needed = trace_bytes(settings.whole(engine), items, settings, [_tree_rows(item, settings) for item in items])
+    needed = trace_bytes(engine, items, settings, [_tree_rows(item, settings) for item in items])
     if needed > job.max_bytes:
         raise UsageError(
             f"save-trace: {needed:,} bytes would be written for {counted(len(items), 'prompt')}, expected at most "
@@ -352,7 +354,7 @@ def _run_trace(job: Job, progress) -> dict:
             )
             tokenizer, _ = _tokenizer(job, loading.resolve(job.model), False)
         prompts = None if job.prompts is None else _wanted_prompts(job, tokenizer)
-        with few_threads(getattr(live, "provenance", {})):
+        with few_threads({} if live is None else live.provenance):
             record = judge_trace(
                 TraceEngine(trace), settings, reference=live, prompts=prompts, steps=steps, progress=progress
             )

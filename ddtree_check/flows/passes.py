@@ -142,9 +142,9 @@ def _own_rows(engine, mode: str, case: Case, nodes, logits, sampling: Sampling) 
     """What the engine itself makes of raw rows of a mode, for a trace: processed rows and chosen tokens."""
     if mode not in MODES:
         return {}
-    found = {}
-    if (own := getattr(engine, "chosen", None)) is not None:
-        found["chosen"] = list(map(int, own(mode, case.tree, list(nodes), logits)))
-    if sampling.active and (own := getattr(engine, "processed", None)) is not None:
-        found["processed"] = own(mode, case.tree, list(nodes), logits, sampling, case.prompt_tokens, ())
-    return found
+    rows = {}
+    if (taken := engine.chosen(mode, case.tree, list(nodes), logits)) is not None:
+        rows["chosen"] = list(map(int, taken))
+    if sampling.active:
+        rows["processed"] = engine.processed(mode, case.tree, list(nodes), logits, sampling, case.prompt_tokens, ())
+    return rows

@@ -16,6 +16,8 @@ import torch
 
 from .. import __version__
 from ..base.errors import Unsupported, UsageError, usage_errors
+from ..engines import ASSUMED
+from ..engines.checked import complete
 from ..judge.case import Runs, judge_case
 from ..judge.differences import Differences, join, measure, measure_any, row_hashes
 from ..judge.known import excuse, load_known
@@ -26,7 +28,7 @@ from ..judge.sampling.processing import Sampling
 from ..judge.ties import TieTrack
 from ..model.wiring import Conv, State, Wiring, reads
 from ..trace.model import SUFFIX, Step, TopLogits
-from ..trace.recorded import ASSUMED, TraceEngine, layers_to_json, tensor
+from ..trace.recorded import TraceEngine, layers_to_json, tensor
 from ..trace.write import TraceWriter
 from ..tree.accept import Accepted, compare_walks, greedy_walk
 from ..tree.case import Case
@@ -53,13 +55,13 @@ def writer_for(engine, path: str | Path, settings: Settings | None = None, **bou
     trace stands there."""
     folder, sampling = Path(path), None
     if settings is not None:
-        engine = settings.whole(engine)
+        engine = complete(engine, settings.vocab_size)
         if settings.sampling.active:
             sampling = {name: getattr(settings, name) for name in SAMPLED}
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.glob(f"*{SUFFIX}"))):
             raise UsageError(f"save-trace: {path} exists, expected the name of a new folder")
-        describe, provenance = engine.describe(), getattr(engine, "provenance", {})
+        describe, provenance = engine.describe(), engine.provenance
         with usage_errors():
             return TraceWriter(
                 folder,
@@ -120,6 +122,7 @@ def judge_trace(
     the requests should have had, by request. Raises UsageError if a step has no ar and there is no reference.
     """
     steps = engine.trace.steps if steps is None else steps
+    reference = reference if reference is None else complete(reference)
     settings = replace(settings, wiring=_control(steps) or settings.wiring, **_sampling(engine.header.sampling))
     layers = engine.layers or (reference.layers if reference is not None else ASSUMED)
     dtype, outcomes, walked, noise = engine.trace.dtype, [], {}, []
@@ -390,24 +393,22 @@ def _first_wrong(steps: Sequence[Step]) -> dict[str, Step]:
 
 
 class Given:
-    """What the recording engine made of its raw rows, as the seams of `sampled` and `ties` ask an engine for it: it has
-    `processed` or `chosen` if any pass of the step does. A mode without falls back on what we make of its rows."""
+    """What the recording engine made of its raw rows, by the parts `processed` and `chosen` of an engine. A mode
+    without falls back on what we make of its rows."""
 
     def __init__(self, step: Step):
         self._step = step
-        if any("processed" in one.arrays for one in step.passes):
-            self.processed = self._processed
-        if any("chosen" in one.lists for one in step.passes):
-            self.chosen = self._chosen
 
-    def _chosen(self, mode, tree, nodes, logits) -> list[int]:
+    def chosen(self, mode, tree, nodes, logits) -> list[int] | None:
+        if not any("chosen" in one.lists for one in self._step.passes):
+            return None
         said: dict[int, int] = {}
         for one in self._step.of(mode):
             for node, token in zip(one.nodes, one.lists.get("chosen", ()), strict=False):
                 said.setdefault(node, token)
         return [said.get(node, int(row.argmax())) for node, row in zip(nodes, logits, strict=True)]
 
-    def _processed(self, mode, tree, nodes, logits, sampling, prompt_tokens, made) -> torch.Tensor | None:
+    def processed(self, mode, tree, nodes, logits, sampling, prompt_tokens, made) -> torch.Tensor | None:
         for one in self._step.of(mode):
             if "processed" in one.arrays and set(nodes) <= set(one.nodes):
                 return tensor(one.arrays["processed"])[[one.nodes.index(node) for node in nodes]].to(logits.device)

@@ -21,6 +21,7 @@ from ..base.conclusion import INCONCLUSIVE, Conclusion, ExitCode
 from ..base.errors import Unsupported, UsageError
 from ..base.journal import append_journal, resume_journal
 from ..base.words import counted
+from ..engines.checked import complete
 from ..judge.differences import measure
 from ..judge.known import load_known
 from ..judge.nodes import CONTROL, judged_as
@@ -101,7 +102,7 @@ def generate(
     the prompts that are finished; a run that was killed goes on after them. Raises UsageError for a journal of another
     run and for a prompt that fills the model's context.
     """
-    engine = settings.whole(engine)
+    engine = complete(engine, settings.vocab_size)
     for item in items:
         if engine.max_length is not None and len(item.tokens) >= engine.max_length:
             raise UsageError(
@@ -308,8 +309,8 @@ class _Run:
 
     def _chosen(self, tree: DraftTree, nodes: Sequence[int], logits: torch.Tensor) -> list[int]:
         """The tokens that the engine takes greedily, by itself where it picks tokens."""
-        own = None if self.name == SHADOW else getattr(self.engine, "chosen", None)
-        return logits.argmax(-1).tolist() if own is None else list(map(int, own(self.name, tree, list(nodes), logits)))
+        taken = None if self.name == SHADOW else self.engine.chosen(self.name, tree, list(nodes), logits)
+        return logits.argmax(-1).tolist() if taken is None else list(map(int, taken))
 
     def _drawn_from(self, tree: DraftTree, node: int, logits: torch.Tensor) -> tuple[np.ndarray, bool]:
         """What the mode draws from at a node, and whether that is its raw row processed as it should be."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from ..base.errors import UsageError, usage_errors
 from ..base.words import option
-from ..engines.checked import Checked
 from ..judge.nodes import MODES
 from ..judge.rule import Rule
 from ..judge.sampling.processing import RULES, Sampling
@@ -119,13 +118,6 @@ class Settings:
     def sampling(self) -> Sampling:
         """How tokens are drawn. Raises UsageError for what cannot be drawn from."""
         return Sampling(**{name: getattr(self, name) for name in Sampling.__dataclass_fields__})
-
-    def whole(self, engine) -> Checked:
-        """The engine as it is used here: looked at, and without the columns that are no tokens. Raises UsageError for
-        more tokens than it has."""
-        size = self.vocab_size or engine.vocab_size
-        _expect(size <= engine.vocab_size, "vocab-size", size, f"at most the model's {engine.vocab_size}")
-        return Checked(engine, size)
 
     def to_json(self) -> dict:
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from ..base.errors import Unsupported
+from ..engines import walk
 from ..judge.nodes import CONTROL, MODES
 from ..model.wiring import contaminated
 from ..trace.model import Committed, Step, Stored
 from ..trace.recorded import tensor
-from .commit import Accept, Commit, Contents, Judge, Left, Search, Standard, gather, leaves_first_branch, walk
+from .commit import Accept, Commit, Contents, Judge, Left, Search, Standard, gather, leaves_first_branch
 
 STATE = "state"  # the pattern of what is no commit but the state at a node of a pass
 ALONE = "the trace holds no states of a prefill of this path to compare with; record them, or give --model"
@@ -123,7 +124,7 @@ class _Stored:
                 yield path[-1], self._left(one).contents
 
     def _walk(self, like: Contents) -> Iterator[tuple[int, Contents]]:
-        for node, prefix in walk(self.live, self._prefix(), self.tree):
+        for node, _, prefix in walk(self.live, self._prefix(), self.tree):
             yield node, _aligned(self.live.contents(prefix), like)
 
     # What it is judged by

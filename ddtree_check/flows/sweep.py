@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from .. import __version__
 from ..base.conclusion import DEFECT, INCONCLUSIVE, PASS, Conclusion
 from ..base.errors import Unsupported, UsageError
+from ..engines.checked import Checked, complete
 from ..judge.nodes import CONTROL
 from ..model.wiring import Conv, State, Wiring, contaminated, reads
 from ..tree.draft_tree import DraftTree
@@ -28,32 +29,30 @@ REQUIRED = ("linear", "tree_forked")
 SMALL = 100_000_000  # parameters below which the Prefix behind every token of a prompt's text is kept
 
 
-class Meter:
+class Meter(Checked):
     """An engine that notes each verify pass: the tree, the wiring and the seconds. Plain steps of one prompt are made
     once, if `keep`: most configurations follow the same text."""
 
     def __init__(self, engine, keep: bool):
-        self._engine, self._keep = engine, keep
+        super().__init__(engine)
+        self._keep = keep
         self.passes: list[tuple[DraftTree, Wiring | None, float]] = []
         self._prompt: tuple[int, ...] | None = None
         self._known: dict = {}
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
 
     def prefill(self, tokens: Sequence[int]):
         if self._prompt != tuple(tokens):
             self._prompt = tuple(tokens)
             self._known = {}
-        return self._once("prefill", lambda: self._engine.prefill(tokens))
+        return self._once("prefill", lambda: super(Meter, self).prefill(tokens))
 
     def step(self, prefix, token: int):
         # The key holds the Prefix itself, not its id, which another could get after it.
-        return self._once((prefix, token), lambda: self._engine.step(prefix, token))
+        return self._once((prefix, token), lambda: super(Meter, self).step(prefix, token))
 
     def verify(self, prefix, tree: DraftTree, wiring: Wiring | None):
         started = time.perf_counter()
-        verified = self._engine.verify(prefix, tree, wiring)
+        verified = super().verify(prefix, tree, wiring)
         verified.logits[-1, -1].item()  # waits for the device
         self.passes.append((tree, wiring, time.perf_counter() - started))
         return verified
@@ -100,6 +99,7 @@ def sweep(
         longest = min((item.drafter.length + 1 for item in items if item.drafter is not None), default=None)
         if block < 2 or (longest is not None and block > longest):
             raise UsageError(f"blocks: got {block}, expected numbers from 2 to the drafter's block {longest or '...'}")
+    engine = complete(engine, settings.vocab_size)
     meter = Meter(engine, keep=int((model or {}).get("parameters", SMALL)) < SMALL)
     plan = [Setting(block, None, ("linear",)) for block in blocks]
     plan += [Setting(block, budget, TREES) for block in blocks for budget in settings.budgets]
@@ -128,7 +128,7 @@ def sweep(
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": {"ddtree_check": __version__, **engine.describe()},
-        "model": model or getattr(engine, "provenance", {}),
+        "model": dict(model or engine.provenance),
         "settings": settings.to_json() | {"blocks": list(blocks)},
         "rounds": rounds.to_json(),
         "rows": rows,

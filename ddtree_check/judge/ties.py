@@ -59,12 +59,11 @@ class Ties:
 class TieTrack:
     """Watches the rows of every mode of one case.
 
-    An engine may bring `chosen(mode, tree, nodes, logits)`: the token ids that it takes itself from raw rows
-    [m, vocabulary] of these nodes, mode `ar` included. Without it the lowest id of equals is taken throughout.
+    The lowest id of equals is taken throughout by an engine that does not say what it has `chosen`.
     """
 
     def __init__(self, engine, tree: DraftTree, reference: torch.Tensor):
-        self.tree, self.reference, self.own = tree, reference, getattr(engine, "chosen", None)
+        self.engine, self.tree, self.reference = engine, tree, reference
         self._equal: dict[int, tuple[int, ...]] = {}
         self._rules: dict[str, dict[int, tuple[int, int]]] = {}
         self._misread: dict[str, dict[int, tuple[int, int]]] = {}
@@ -74,8 +73,7 @@ class TieTrack:
         for node in torch.nonzero((reference == best).sum(-1) > 1).flatten().tolist():
             ids = torch.nonzero(reference[node] == best[node]).flatten().tolist()
             self._equal[node] = tuple(ids[:MOST])
-        if self.own is not None:
-            self._see("ar", range(len(tree)), reference)
+        self._see("ar", range(len(tree)), reference)
 
     def sink(self, mode: str, also: Callable | None = None) -> Callable | None:
         """A function (nodes, logits) for a mode's rows, which calls `also` too."""
@@ -93,10 +91,11 @@ class TieTrack:
         nodes = list(nodes)
         if mode != "ar":
             self._padding(mode, self.reference[nodes], logits)
-        if self.own is None:
+        chosen = self.engine.chosen(mode, self.tree, nodes, logits)
+        if chosen is None:
             return
         taken = self.choices.setdefault(mode, np.zeros(len(self.tree), dtype=np.int64))
-        for node, row, token in zip(nodes, logits, self.own(mode, self.tree, nodes, logits), strict=True):
+        for node, row, token in zip(nodes, logits, chosen, strict=True):
             taken[node] = token = int(token)
             if row[token] != row.max():
                 self._misread.setdefault(mode, {})[node] = (token, int(row.argmax()))
@@ -119,7 +118,7 @@ class TieTrack:
 
     def choose(self, mode: str, found: Differences) -> Differences:
         """The differences with the tokens that the engine itself took, ar's and the mode's."""
-        if self.own is None:
+        if not self.choices:
             return found
         return replace(found, argmax=self.choices["ar"], run_argmax=self.choices[mode])
 

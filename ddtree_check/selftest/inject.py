@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..base.errors import Unsupported
+from ..engines.checked import Around
 from ..engines.transformers.adapters import ADAPTERS, Swap
 from ..judge.sampling.processing import history, process, to_numpy
 from ..model.wiring import BLANK, FORKED, UNFORKED, Wiring, with_edge
@@ -23,7 +24,7 @@ from ..tree.draft_tree import DraftTree
 # Engines with one thing changed
 
 
-class Faulty:
+class Faulty(Around):
     """An engine that behaves like `engine` but for what a keyword replaces.
 
     forked, unforked   the wiring that really runs when that mode is asked for
@@ -40,22 +41,18 @@ class Faulty:
         self, engine, *, forked=FORKED, unforked=UNFORKED, own=None, around=None, logits=None, linear=None,
         decode=None, forward=None, commit=None, **claims,
     ):  # fmt: skip
-        self._engine, self._wirings = engine, {FORKED: forked, UNFORKED: unforked, None: own}
+        super().__init__(engine)
+        self._wirings = {FORKED: forked, UNFORKED: unforked, None: own}
         self._around, self._linear, self._decode, self._forward = around, linear, decode, forward
         self._logits, self._commit, self._calls = logits, commit, 0
         self.__dict__.update(claims)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):  # a copy that is being made has no engine to ask yet
-            raise AttributeError(name)
-        return getattr(self._engine, name)
 
     def verify(self, prefix, tree, wiring):
         real = self._wirings.get(wiring, wiring)
         if self._around is None:
             verified = self._engine.verify(prefix, tree, real)
         else:
-            engine = fresh(self._engine)
+            engine = self._engine.fresh
             with self._around(engine, tree, real):
                 verified = engine.verify(prefix, tree, real)
         if wiring is None and self._linear:
@@ -81,19 +78,15 @@ class Faulty:
         return replace(self._engine.prefill(tokens))
 
 
-class Remembered:
+class Remembered(Around):
     """An engine that makes no pass twice: many faults share one prefix, its reference and its controls.
 
     Only right for an engine whose passes do not depend on what ran before; faults go around it.
     """
 
     def __init__(self, engine):
-        self.fresh, self._known, self._kept, self._off = engine, {}, [], 0
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.fresh, name)
+        super().__init__(engine)
+        self.fresh, self._known, self._kept, self._off = self._engine.fresh, {}, [], 0
 
     def prefill(self, tokens):
         return self._once(("prefill", tuple(tokens)), lambda: self.fresh.prefill(tokens))
@@ -131,11 +124,6 @@ class Remembered:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
-
-
-def fresh(engine):
-    """The engine that runs passes, below one that remembers them."""
-    return getattr(engine, "fresh", engine)
 
 
 # Wirings
@@ -284,8 +272,8 @@ def captured(engine, *channels: str, share: float = 1.0) -> Faulty:
             return engine.verify(prefix, tree, FORKED)
         if share == 1:
             return engine.verify(prefix, tree, Wiring("captured", **stale))
-        with blended(Wiring("captured", **stale), share)(fresh(engine), tree, FORKED):
-            return fresh(engine).verify(prefix, tree, FORKED)
+        with blended(Wiring("captured", **stale), share)(engine.fresh, tree, FORKED):
+            return engine.fresh.verify(prefix, tree, FORKED)
 
     return Faulty(engine, verify=verify)
 

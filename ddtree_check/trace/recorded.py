@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from ..base.errors import Unsupported, UsageError
+from ..engines import BaseEngine
 from ..model.wiring import Attention, Conv, Layer, State, Wiring
 from .model import Pass, Step, Stored, TopLogits, Trace
 from .read import read_trace
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
-ASSUMED = (Layer("assumed", ((State("assumed"),),)),)  # one flat state: node i is clean iff depth(i) == i
 OPS = {"conv": Conv, "state": State, "attention": Attention}
 
 
-class TraceEngine:
+class TraceEngine(BaseEngine):
     """The passes of a trace as tensors. Its steps take the place of prompts and prefixes: see `rows`.
 
     `supports` refuses every wiring, and running anything raises Unsupported: a trace holds what was run.

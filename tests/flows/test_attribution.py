@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ddtree_check.base.errors import Unsupported
+from ddtree_check.engines.checked import complete
 from ddtree_check.flows import attribution
 from ddtree_check.flows.attribution import Entry, attribute
 from ddtree_check.flows.check import Item, Settings, check
@@ -155,7 +156,7 @@ def test_an_engine_that_shows_no_layers_leaves_more_to_guess():
                 raise AttributeError(name)
             return super().__getattr__(name)
 
-    found = hunt(lambda host: Blind(host, forked=Wiring.parse("state=flat")))
+    found = hunt(lambda host: complete(Blind(host, forked=Wiring.parse("state=flat"))))
     assert found.entry.layer is None and found.entry.channel == "state" and found.first == {}
     assert "the engine shows no layer outputs" in found.text and "whose state came from node 3" in found.text
 

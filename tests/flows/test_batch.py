@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.tree.draft_tree import DraftTree
 from tests.models import engine, make_engine, off, prompt, tree
+from tests.own_engine import Least
 
 ITEMS = [
     Item(name, prompt(length, place)) for place, (name, length) in enumerate((("some", 9), ("one", 1), ("long", 21)))
@@ -130,8 +130,8 @@ def test_what_takes_one_request_at_a_time_is_not_run(family, says):
 
 
 def test_an_engine_that_knows_of_no_batches_is_not_run():
-    found = run(SimpleNamespace(name="single"))
-    assert found["exit_code"] == 2 and found["not_run"] == "the engine single runs one request a pass"
+    found = run(Least())
+    assert found["exit_code"] == 2 and found["not_run"] == "the engine Least runs one request a pass"
 
 
 # --- a right engine ---------------------------------------------------------------------------------------------------

@@ -387,8 +387,8 @@ def _refusing(engine, verified, node, right):
 
 
 LACKING = [
-    pytest.param(lambda host: Without(host, "commit"), "engine transformers has no commit", MODES, id="no-commit"),
-    pytest.param(lambda host: Without(host, "contents"), "engine transformers has no contents", MODES, id="no-states"),
+    pytest.param(lambda host: Without(host, "commit"), "engine Without has no commit", MODES, id="no-commit"),
+    pytest.param(lambda host: Without(host, "contents"), "engine Without has no contents", MODES, id="no-states"),
     pytest.param(
         lambda host: Faulty(host, commit=_refusing), "a tree cannot be committed here", MODES[1:], id="refused"
     ),

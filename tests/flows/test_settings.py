@@ -140,7 +140,7 @@ def last_row_lost(logits: torch.Tensor) -> torch.Tensor:
 )
 def test_a_pass_of_another_shape_is_named_with_what_came_and_what_was_expected(host, says):
     item = Item("p", prompt(6))
-    with pytest.raises(UsageError, match=f"^engine: {says}"):
+    with pytest.raises(UsageError, match=f"^engine Odd: {says}"):
         check(host, [item], Settings(budgets=(4,), length=3))
 
 
@@ -166,11 +166,11 @@ class Breaks:
         raise self._error
 
 
-def test_what_a_callers_own_engine_raises_is_one_line():
+def test_what_an_engine_raises_is_one_line():
     items, settings = [Item("p", prompt(5))], Settings(budgets=(4,), length=3)
-    with pytest.raises(UsageError, match="engine: verify of Breaks raised RuntimeError: boom; run it alone"):
+    with pytest.raises(UsageError, match="engine Breaks: verify raised RuntimeError: boom; run it alone"):
         check(Breaks(engine("qwen3_5_text"), RuntimeError("boom")), items, settings)
-    with pytest.raises(RuntimeError, match="boom"):  # ours is a slip of ours, whose traceback is wanted
+    with pytest.raises(UsageError, match="engine transformers: verify raised RuntimeError: boom; run it alone"):
         check(Faulty(engine("qwen3_5_text"), linear=_boom), items, settings)
 
 

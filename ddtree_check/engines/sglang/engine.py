@@ -20,6 +20,7 @@ from ...base.errors import Unsupported, UsageError
 from ...model.families import find_family
 from ...model.wiring import FORKED, Layer, State, Wiring
 from ...tree.draft_tree import DraftTree
+from .. import BaseEngine
 from ..capacity import needs
 from ..transformers import loading
 from .ranks import Group, joined, muted
@@ -69,7 +70,7 @@ class Verified:
     logits: torch.Tensor
 
 
-class SGLangEngine:
+class SGLangEngine(BaseEngine):
     """Runs one causal language model in SGLang. See `Engine` for the contract; one in a process.
 
     forked       TARGET_VERIFY with a topk above 1: the recurrent layers get the tree's links

@@ -24,7 +24,7 @@ from ...model.families import Family, find_family
 from ...model.mixers import causal_conv
 from ...model.wiring import FORKED, Attention, Layer, Plan, Wiring, reads
 from ...tree.draft_tree import DraftTree
-from .. import Watched
+from .. import BaseEngine, Watched
 from . import loading
 from .adapters import ADAPTERS, Swap
 from .adapters.caches import CACHES
@@ -62,14 +62,14 @@ class Verified:
     features: torch.Tensor | None = None  # [n, d], where they are read
 
 
-class TransformersEngine:
+class TransformersEngine(BaseEngine):
     """Runs one causal language model of transformers. See `Engine` for the contract.
 
     `mixers` is 'library' (ar and linear run the library's recurrent functions) or 'own' (decode runs ours too).
     Raises Unsupported, naming the layer, for a model that cannot be forked or checked.
     """
 
-    name = "transformers"
+    name, default_draft = "transformers", "dflash"
 
     def __init__(self, model, *, mixers: str = "library", provenance: dict | None = None):
         if mixers not in ("library", "own"):

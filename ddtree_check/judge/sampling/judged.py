@@ -162,12 +162,7 @@ class Track:
 
 
 class Tracks:
-    """The sampling of every mode of one case, fed by the passes as they run. Does nothing for greedy decoding.
-
-    An engine may bring `processed(mode, tree, nodes, logits, sampling, prompt_tokens, made)`: what its own logit
-    processors make of raw rows [m, vocabulary] of these nodes, as logits or log probabilities, -inf where it cuts.
-    made: the output before the tree's root, which itself is output too.
-    """
+    """The sampling of every mode of one case, fed by the passes as they run. Does nothing for greedy decoding."""
 
     def __init__(self, engine, case, reference: torch.Tensor, settings):
         self.engine, self.case, self.reference, self.settings = engine, case, reference, settings
@@ -187,10 +182,11 @@ class Tracks:
             rng=stream(settings.seed, case.id, mode, list(case.tree.tokens), list(case.tree.parents)),
             ulps=settings.rule.ulps,
         )
-        own = getattr(self.engine, "processed", None)
 
         def see(nodes, logits):
-            given = own and own(mode, case.tree, list(nodes), logits, settings.sampling, case.prompt_tokens, ())
+            given = self.engine.processed(
+                mode, case.tree, list(nodes), logits, settings.sampling, case.prompt_tokens, ()
+            )
             given = [None] * len(nodes) if given is None else given
             for node, row, processed in zip(nodes, logits, given, strict=True):
                 track.see(node, self.reference[node], row, processed)
@@ -209,8 +205,8 @@ def mode_row(
 ) -> tuple[np.ndarray, bool]:
     """What a mode draws from at one node, log probabilities [vocabulary], and whether that is its raw row processed by
     the node's own path. made: the output before the tree's root. For rule and the engine's own rows see `Track`."""
-    own, b, sampling = getattr(engine, "processed", None), to_numpy(row), sampler.sampling
-    given = own and own(mode, tree, [node], row[None], sampling, sampler.tokens, made)
+    b, sampling = to_numpy(row), sampler.sampling
+    given = engine.processed(mode, tree, [node], row[None], sampling, sampler.tokens, made)
     if given is None:
         log_q, dtype = process(b, sampling, history(rule, tree, node, sampler.tokens, made)), torch.float64
     else:
