@@ -89,7 +89,14 @@ class Wiring:
 
 FORKED = Wiring("tree_forked")
 UNFORKED = Wiring("tree_unforked", state="flat", conv="flat")  # the defect we look for, kept as a negative control
-MODES = {wiring.name: wiring for wiring in (FORKED, UNFORKED)}
+
+
+def wirings(control: Wiring = UNFORKED) -> dict[str, Wiring | None]:
+    """Return the wiring of each pass over a tree, by mode or control; None is the engine's own pass.
+
+    linear and chain run along root-to-leaf paths, the others over the tree's rows. control: what tree_unforked reads.
+    """
+    return {"linear": None, "chain": FORKED, "tree_forked": FORKED, "tree_unforked": control, "own": None}
 
 
 def with_edge(tree: DraftTree, channel: str, node: int, source: int):
