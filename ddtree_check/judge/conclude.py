@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..base.words import counted
 from .nodes import CONTROL, MODES, Leak, ModeResult, Systematic
 from .rule import Rule
 
+if TYPE_CHECKING:
+    pass  # which imports torch
 # Worst first: what a run says of a mode is the worst that any of its cases said.
 MODE_VERDICTS = ("fail", "reference_unusable", "unsupported", "not_run", "insensitive", "known_failure", "pass")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+SHARES = "DTYPE=SHARE,..."
 
 PASS, DEFECT, INCONCLUSIVE, USAGE = 0, 1, 2, 3
 TEXTS = {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}
+
+
+def _by_dtype(double: float, single: float, half: float) -> Callable[[], dict[str, float]]:
+    return lambda: dict(zip(DTYPES, (double, single, half, half), strict=True))
 
 
 @dataclass(frozen=True)

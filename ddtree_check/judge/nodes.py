@@ -10,7 +10,6 @@ import numpy as np
 from ..base.words import counted
 from ..model.wiring import UNFORKED, Attention, Layer, Plan, contaminated, reads
 from ..tree.draft_tree import DraftTree
-from .differences import Differences
 from .rule import EXACT, Rule
 
 NODE_VERDICTS = ("pass", "tie", "leak", "flip")

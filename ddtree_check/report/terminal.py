@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from ..base.words import counted
+from ..judge.sampling.processing import Sampling
 from .text import GREEN, number, plain, size, token_text
 
 BEYOND = ("leak", "flip")
@@ -257,15 +258,7 @@ def acceptance_table(record: dict) -> Table:
     return Table(title, headers, rows)
 
 
-SAMPLING = {  # settings, and the value that changes nothing
-    "temperature": 0,
-    "top_k": 0,
-    "top_p": 1,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "history": "path",
-}
+SAMPLING = {**vars(Sampling()), "history": "path"}  # settings, and the value that changes nothing
 
 
 def sampling_words(settings: dict) -> list[str]:
