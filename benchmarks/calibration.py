@@ -42,6 +42,7 @@ from ddtree_check.flows.job import quiet_libraries
 from ddtree_check.flows.rounds import Rounds, generate
 from ddtree_check.judge.known import load_known
 from ddtree_check.judge.rule import Rule
+from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.model.small_shapes import SHAPES
 from ddtree_check.model.wiring import FORKED, Wiring
 from ddtree_check.selftest import inject
@@ -262,7 +263,9 @@ def _trial(engine, item: Item, make: Callable, share: float, by: str) -> bool | 
         found = batch_runs(make(engine, tree, share), [item, other], settings, (2,))["findings"]
         return any(one["check"] == by and one["verdict"] == "fail" for one in found)
     if by == "sampling":
-        settings = Settings(controls=2, attribute=False, temperature=0.8, repetition_penalty=1.3, draws=20)
+        settings = Settings(
+            controls=2, attribute=False, sampling=Sampling(temperature=0.8, repetition_penalty=1.3), draws=20
+        )
         (case,) = check(make(engine, tree, share), [item], settings)["cases"]
         return case["modes"]["tree_forked"]["verdict"] == "fail"
     if by == "acceptance":

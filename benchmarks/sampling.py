@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     sampling = Sampling(args.temperature, top_p=args.top_p)
-    settings = Settings(budgets=(16,), temperature=args.temperature, top_p=args.top_p)
+    settings = Settings(budgets=(16,), sampling=sampling)
     engine = load_engine("transformers", None, dtype=args.dtype, device="cpu")
     tokenizer = loading.load_tokenizer(loading.resolve(None))
     cases = []

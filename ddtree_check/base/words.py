@@ -1,9 +1,11 @@
 """How things are called in lines that people read."""
 
+SPOKEN = {"budgets": "budget", "engine_args": "engine-arg"}  # one value each on the command line
+
 
 def option(name: str) -> str:
-    """A setting as users know it: `budgets` is --budget and `top_k` --top-k."""
-    return "budget" if name == "budgets" else name.replace("_", "-")
+    """Return a field as users know it: `budgets` is --budget and `top_k` --top-k."""
+    return SPOKEN.get(name, name.replace("_", "-"))
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,7 +13,8 @@ from .. import __version__
 from ..base.conclusion import INCONCLUSIVE, USAGE
 from ..base.errors import Unsupported, UsageError
 from ..report.text import plain
-from .commands import gate, kernels, lint, models, plan, run, selftest, server, sweep, views
+from .commands import gate, kernels, lint, models, plan, run, selftest, server, views
+from .commands.options import Panels
 from .commands.output import show_text
 
 INTERRUPTED = 130  # as a shell has it, beside the codes of a run that ended
@@ -43,7 +44,7 @@ def _start(
 COMMANDS = (  # in the order of --help
     (run.compare, "Run prompts through four modes on the same trees; compare every node."),
     (run.generate, "Decode many rounds in each mode; compare every round with plain decoding."),
-    (sweep.sweep, "Linear drafts against trees by budget: what a tree gains, and how much of it is leak."),
+    (run.sweep, "Linear drafts against trees by budget: what a tree gains, and how much of it is leak."),
     (server.server, "Compare two servers through their API alone."),
     (gate.gate, "Run a matrix every night against a frozen baseline."),
     (plan.plan, "Rows that trees need against what an engine reserves; runs no model."),
@@ -55,7 +56,7 @@ COMMANDS = (  # in the order of --help
     (kernels.kernels, "Check verify kernels alone, without a model: conv, delta rule, Mamba-2, commit."),
 )
 for command, short_help in COMMANDS:
-    app.command(short_help=short_help)(command)
+    app.command(short_help=short_help, cls=Panels)(command)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,3 +87,7 @@ def _complain(text: str, code: int) -> int:
     with contextlib.suppress(BrokenPipeError):
         print(f"ddtree-check: {plain(' '.join(text.split()))}", file=sys.stderr, flush=True)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,69 +13,23 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from ..base.errors import Unsupported, UsageError
+from ..base.errors import Unsupported
 from ..base.words import counted
 from ..engines import walk
 from ..judge.differences import Differences, measure, ulp
 from ..judge.nodes import beyond, judge, judged_as
 from ..judge.rule import EXACT, Rule
 from ..model.wiring import Wiring, contaminated, wirings
+from ..tree.accept import accept_nodes
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import leaf_paths, padded_chain
 
-PATTERNS = ("zero", "full", "first", "branch", "every")
 STEPS = 3  # plain decode steps after each commit
 LEAKS = "foreign tokens, as the wiring says"
 POSITION = "position"  # the channel of the number of committed tokens; it belongs to no layer
 NARROW = (torch.bfloat16, torch.float16)
 
 Contents = tuple[int, list[dict[str, torch.Tensor]]]  # as `Engine.contents` gives them
-
-
-# Which nodes are accepted
-
-
-def accept_nodes(tree: DraftTree, patterns: Sequence[str]) -> dict[int, str]:
-    """The nodes that end the accepted paths, each with the first pattern that names it.
-
-    zero    the root alone;  first   the root's first child;  full   the leaf at the end of the first branch
-    branch  the deepest node of a path that leaves the first branch;  every   all nodes
-    PATH    node ids from the root on, such as 0-2-5, or the last of them
-    A pattern that the tree has no node for names none. Raises UsageError for anything else.
-    """
-    spine = [0]
-    while tree.children[spine[-1]]:
-        spine.append(tree.children[spine[-1]][0])
-    aside = [node for node in range(len(tree)) if node not in spine]
-    named = {
-        "zero": [0],
-        "first": spine[1:2],
-        "full": spine[-1:],
-        "branch": [max(aside, key=lambda node: (tree.depth[node], -node))] if aside else [],
-        "every": range(len(tree)),
-    }
-    found: dict[int, str] = {}
-    for pattern in patterns:
-        for node in named.get(pattern) or ([] if pattern in named else [_path_end(tree, pattern)]):
-            found.setdefault(node, pattern)
-    return found
-
-
-def check_pattern(pattern: str) -> None:
-    """Raises UsageError for what can be no pattern of any tree."""
-    if pattern not in PATTERNS and not all(part.isdecimal() for part in pattern.split("-")):
-        raise UsageError(f"accept: got {pattern!r}, expected {', '.join(PATTERNS)} or a path of nodes such as 0-2-5")
-
-
-def _path_end(tree: DraftTree, pattern: str) -> int:
-    check_pattern(pattern)
-    path = tuple(map(int, pattern.split("-")))
-    if path[-1] >= len(tree):
-        raise UsageError(f"accept: node {path[-1]} of {pattern!r}, expected 0..{len(tree) - 1}")
-    right = tree.path(path[-1])
-    if len(path) > 1 and path != right:
-        raise UsageError(f"accept: got {pattern!r}, expected the path {'-'.join(map(str, right))}")
-    return path[-1]
 
 
 def flat_contents(contents: Contents) -> dict[tuple[int, str], torch.Tensor]:

@@ -7,6 +7,7 @@ job is run, so that a prompt file or an option can be refused at once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -15,15 +16,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..base.errors import Unsupported, UsageError, usage_errors
+from ..base.options import check_options, group, make, offered, option, options
 from ..base.resources import DRAFTER, EMBEDDED, fixtures_dir
-from ..base.words import counted, option
+from ..base.words import counted
+from ..base.words import option as spoken
 from ..engines import REPLAYED, of_class
+from ..judge.rule import Rule
+from ..judge.sampling.processing import DECODING, Sampling
 from ..model.families import ALIASES
 from ..tree.case import Prompt, load_prompts, load_tree
+from ..tree.draft_tree import DraftTree
 from ..tree.drafts.best_first import PUBLISHED
 from ..tree.drafts.recorded import load_recorded
+from .settings import DRAFTS, Checks, Drafting, Draws, Item, Rounds, Settings, fits
 
-BUDGET = "16,64"
 SMALL = 100_000_000  # parameters below which a second thread costs more than it brings
 HUMANEVAL = "humaneval"
 RECORDED = "recorded:"
@@ -32,83 +38,153 @@ TRACE_BYTES = 4 << 30  # that a trace may take, unless the caller allows more
 SAMPLED = 16  # leaf paths that the controls take of a drafter's trees, which have many
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to run. None stands for the default, which the part that uses the value owns.
+@group("Model")
+class Target:
+    """The model, and what runs it. None stands for the embedded model and for the dtype of a checkpoint."""
 
-    model      a name, path or hub id; None is the embedded model
-    tp         GPUs to spread the model's heads over;  engine_args  NAME=VALUE, the engine's own
-    prompts    a file, 'humaneval', or None for the code prompts of the package
-    limit      run the first so many prompts;  only  run the prompts with these ids
-    tree       a file with the one tree to run behind every prompt, in place of drafted ones, or a published tree's name
-    draft      self, ngram, dflash[:PATH|HUB_ID] or recorded:FILE, whose n-th draft belongs to the n-th prompt of the
-               prompt file; None is dflash for the embedded model and self for any other
-    oracle     run the model in float64 as well
-    batch      also run the prompts in batches of these sizes, against each alone
-    trace      with engine trace: the recorded passes to judge;  save_trace  a new folder for every pass that is made;
-               max_bytes  that it may take
-    settings   the keyword arguments of settings.Settings that were chosen, but for its draft
+    model: str | None = option(
+        None, "A name (see models), path or hub id. Default: the tiny trained hybrid of this package.", "MODEL"
+    )
+    weights: str = option(
+        "real", "real, or random: any architecture without a download.", "HOW", choices=("real", "random")
+    )
+    engine: str = option("transformers", "What runs the model: transformers, sglang, trace or MODULE:CLASS.", "ENGINE")
+    dtype: str | None = option(None, "float32, bfloat16, float16, float64. Default: the checkpoint's.", "DTYPE")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", "DEVICE", later=True)
+    tp: int = option(1, "GPUs that share the model's heads; engine sglang.", "N", later=True)
+    engine_args: tuple[str, ...] = option(
+        (), "NAME=VALUE for the engine itself, such as mamba_ssm_dtype=bfloat16; may be repeated.", "NAME=VALUE",
+        later=True, repeat=True,
+    )  # fmt: skip
+
+
+@group("Prompts")
+class Prompts:
+    """What to run it on. None stands for the code prompts of the package."""
+
+    prompts: str | None = option(
+        None, "Text file, .jsonl of {text} or {token_ids}, or humaneval. Default: 8 code prompts of this package.",
+        "FILE",
+    )  # fmt: skip
+    limit: int | None = option(None, "Only the first so many prompts.", "N", least=1)
+    only: tuple[str, ...] = option((), "Only the prompt with this id; may be repeated.", "ID", later=True, repeat=True)
+
+
+@group("Draft trees")
+class Sources:
+    """Where trees come from. recorded:FILE: its n-th draft belongs to the n-th prompt of the prompt file."""
+
+    draft: str | None = option(
+        None, "dflash[:PATH|HUB_ID], ngram, recorded:FILE, or self. Default: dflash for the embedded model, else self.",
+        "DRAFT", holds=lambda source: source.partition(":")[0] in DRAFTS,
+        expects="self, ngram, recorded:FILE or dflash",
+    )  # fmt: skip
+    tree: str | None = option(
+        None, "File with {tokens, parents}: this tree in place of --draft and --budget; or a published shape, filled "
+        f"from the draft: {', '.join(PUBLISHED)}.", "TREE", verbs="compare",
+    )  # fmt: skip
+    blocks: tuple[int, ...] = option(
+        (), "Positions of a draft block, the root's included. Default: 16, or the drafter's.", "N,...", least=1,
+        verbs="sweep",
+    )  # fmt: skip
+
+
+@group("Checks", later=True, verbs="compare")
+class Besides:
+    """Further runs of the same prompts."""
+
+    batch: tuple[int, ...] = option(
+        (), "Also run the prompts in batches of these sizes, such as 1,2,4, against each alone.", "N,...", least=1
+    )
+    oracle: bool = option(False, "Run the model in float64 too, and give every mode an error.")
+
+
+@group("Files", later=True)
+class Stored:
+    """Files that a run goes on from."""
+
+    trace: str | None = option(
+        None, "With --engine trace: recorded passes, a folder or one file (docs/trace.md).", "TRACE", argument=True,
+        verbs="compare",
+    )  # fmt: skip
+    journal: str | None = option(
+        None, "File of finished prompts; a killed run goes on after them.", "FILE", verbs=DECODING
+    )
+
+
+@group("Files", later=True, verbs="compare")
+class Saved:
+    """A trace to be written: a new folder for every pass that is made, and the bytes that it may take."""
+
+    save_trace: str | None = option(None, "Write every pass to this new folder, for --engine trace.", "FOLDER")
+    max_bytes: int = option(TRACE_BYTES, "Bytes that --save-trace may write. Default: 4 GiB.", "N", least=1)
+
+
+@group("Output")
+class Output:
+    """What is shown of a record, and the files that it is written to."""
+
+    json: str | None = option(None, "Write the record to this file.", "FILE")
+    html: str | None = option(
+        None, "Write the record as one self-contained HTML page to this file.", "FILE", verbs="compare"
+    )
+    plot: str | None = option(None, "Draw it to this .png, .svg or .pdf; needs the extra plot.", "FILE", verbs="sweep")
+    quiet: bool = option(False, "Print the verdict alone.", short="-q")
+
+
+# What every door offers, in the order of --help and of a repeated command.
+RUN = (Target, Prompts, Drafting, Sources, Checks, Besides, Rounds, Draws, Sampling, Rule)
+DEFAULTS = {  # where the default is not that of the option
+    "compare": {"budgets": (16, 64)},
+    "generate": {"budgets": (16,), "rounds": 20},
+    "sweep": {"budgets": (8, 16, 22, 32, 64, 128), "rounds": 6},
+}
+
+
+@dataclass(frozen=True)
+class Job(Target, Prompts, Sources, Besides, Stored, Saved):
+    """What to run. None stands for the default, which the part that uses the value owns. Raises UsageError.
+
+    settings   the fields of settings.Settings that were chosen, of its sampling and its rule, but for its draft
     verb       compare, generate, which runs rounds alone, or sweep, which runs them for every budget and block
-    rounds     the keyword arguments of rounds.Rounds; None for no rounds;  journal  a file of finished prompts
-    blocks     sizes of a draft block that a sweep tries; None for the drafter's own
+    rounds     the keyword arguments of settings.Rounds; None for no rounds
     """
 
-    model: str | None = None
-    engine: str = "transformers"
-    weights: str = "real"
-    dtype: str | None = None
-    device: str = "auto"
-    tp: int = 1
-    engine_args: tuple[str, ...] = ()
-    prompts: str | None = None
-    limit: int | None = None
-    only: tuple[str, ...] = ()
-    tree: str | None = None
-    draft: str | None = None
-    oracle: bool = False
-    batch: tuple[int, ...] = ()
-    trace: str | None = None
-    save_trace: str | None = None
-    max_bytes: int = TRACE_BYTES
     settings: Mapping[str, object] = field(default_factory=dict)
     verb: str = "compare"
     rounds: Mapping[str, object] | None = None
-    journal: str | None = None
-    blocks: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        check_options(self)
+        settings = make(Settings, self.settings)
+        if self.verb == "generate" and len(settings.budgets) > 1:
+            raise UsageError(f"budget: got {', '.join(map(str, settings.budgets))}, expected one number")
+        make(Rounds, self.rounds or {})
 
     def command(self) -> str:
-        """The command line that runs this job."""
-        words = ["ddtree-check", self.verb]
-        chosen = {name: getattr(self, name) for name, default in vars(Job()).items() if getattr(self, name) != default}
-        prompts, own = chosen.pop("only", ()), chosen.pop("engine_args", ())
-        place = [chosen.pop("trace")] if "trace" in chosen else []
-        for name in ("verb", "save_trace", "max_bytes"):
-            chosen.pop(name, None)
-        settings = {**chosen.pop("settings", {}), **(chosen.pop("rounds", None) or {})}
+        """Return the command line that runs this job. A trace that it saves is not saved again."""
+        chosen = {each.name: getattr(self, each.name) for each in options(Job)}
+        chosen = {name: value for name, value in chosen.items() if value != getattr(Job, name)}
+        chosen |= {**self.settings, **(self.rounds or {})}
         if self.trace is not None or self.tree is not None:  # such a tree has the size that it has
-            settings.pop("budgets", None)
-        for name, value in (chosen | settings).items():
-            flag = "--budgets" if (self.verb, name) == ("sweep", "budgets") else f"--{option(name)}"
-            if value is True:
-                words.append(flag)
-                continue
-            words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-        for prompt in prompts:
-            words += ["--only", prompt]
-        for pair in own:
-            words += ["--engine-arg", pair]
-        return shlex.join(words + place)
+            chosen.pop("budgets", None)
+        every = offered(self.verb, (*RUN, Stored))
+        words = [each.words(chosen[each.name], self.verb) for each in every if each.name in chosen]
+        return shlex.join(["ddtree-check", self.verb, *itertools.chain(*words)])
 
 
-def whole_numbers(what: str, text: str) -> tuple[int, ...]:
-    """'16,64' as (16, 64), each number once. Raises UsageError for anything but numbers of at least 1."""
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise UsageError(f"{what}: got {text!r}, expected numbers of at least 1 such as {BUDGET}")
-    return found
+def job_of(verb: str, given: Mapping[str, object]) -> Job:
+    """Return the job of a command's options by name, as texts or values; None was not chosen. Raises UsageError."""
+    chosen = {
+        each.name: each.read(given[each.name])
+        for each in offered(verb, (*RUN, Stored, Saved))
+        if given.get(each.name) is not None
+    }
+    own, rounds = ({each.name for each in options(group)} for group in (Job, Rounds))
+    parts: dict[str, dict[str, object]] = {"job": {}, "rounds": {}, "settings": {}}
+    for name, value in (DEFAULTS[verb] | chosen).items():
+        parts["job" if name in own else "rounds" if name in rounds else "settings"][name] = value
+    return Job(verb=verb, settings=parts["settings"], rounds=parts["rounds"] or None, **parts["job"])
 
 
 def select_prompts(job: Job) -> list[tuple[int, Prompt]]:
@@ -117,8 +193,6 @@ def select_prompts(job: Job) -> list[tuple[int, Prompt]]:
     path = {None: folder / "code.jsonl", HUMANEVAL: folder / "humaneval.jsonl"}.get(job.prompts, job.prompts)
     with usage_errors():
         prompts = list(enumerate(load_prompts(path)))
-    if job.limit is not None and job.limit < 1:
-        raise UsageError(f"limit: got {job.limit}, expected a number of at least 1")
     prompts = prompts[: job.limit]
     known = {prompt.id for _, prompt in prompts}
     unknown = [name for name in job.only if name not in known]
@@ -128,10 +202,14 @@ def select_prompts(job: Job) -> list[tuple[int, Prompt]]:
 
 
 def case_ids(job: Job) -> dict[str, list[str]]:
-    """The ids of the cases that each prompt of a job leads to, as `check` names them. For drafted trees."""
-    return {
-        prompt.id: [f"{prompt.id}/{budget}" for budget in job.settings["budgets"]] for _, prompt in select_prompts(job)
-    }
+    """Return the ids of the cases that each prompt of a job leads to, as `check` names them. Raises UsageError."""
+    prompts, shape = select_prompts(job), job.tree if job.tree in PUBLISHED else job.tree and "tree"
+    names = make(Settings, job.settings).budgets if shape is None else [shape]
+    found = {}
+    for (_, prompt), recorded in zip(prompts, _drafts(job, prompts), strict=True):
+        sizes = [len(recorded) - 1] if isinstance(recorded, DraftTree) else names
+        found[prompt.id] = [f"{prompt.id}/{name}" for name in sizes]
+    return found
 
 
 def run(job: Job, progress: Callable[[int, int, str], None] | None = None) -> dict:
@@ -176,14 +254,13 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
     from .batch import batch_runs, check_sizes
     from .check import check
     from .replay import writer_for
-    from .rounds import Rounds, attach, generate, make_record
-    from .settings import Item, Settings, fits
+    from .rounds import attach, generate, make_record
     from .sweep import sweep
 
     draft = draft_source(job)
     shape = {"shape": job.tree} if job.tree in PUBLISHED else {}
     sampled = {"controls": SAMPLED} if draft.startswith(DFLASH) else {}
-    settings = Settings(**sampled | job.settings, **shape, draft=draft.partition(":")[0])
+    settings = make(Settings, {**sampled, **job.settings, **shape, "draft": draft.partition(":")[0]})
     loading.parse_dtype(job.dtype, None)
     progress(0, len(prompts), f"looking for {job.model or EMBEDDED}")
     source = loading.resolve(job.model)
@@ -302,8 +379,6 @@ def _expect_room(job: Job, engine, items: Sequence, settings) -> None:
     """Raises UsageError for a trace that would take more than `max_bytes`, before any of it is written."""
     from .passes import trace_bytes
 
-    if job.max_bytes < 1:
-        raise UsageError(f"max-bytes: got {job.max_bytes}, expected a number of at least 1")
     needed = trace_bytes(engine, items, settings, [_tree_rows(item, settings) for item in items])
     if needed > job.max_bytes:
         raise UsageError(
@@ -316,7 +391,7 @@ def _run_trace(job: Job, progress) -> dict:
     """Judges recorded passes; a model is loaded only if one is named."""
     from ..trace.read import read_trace
 
-    free = {"budgets", "seed", "require"}
+    free = {"budgets", "seed", "require", *(each.name for each in options(Rule))}
     useless = [name for name in job.settings if name not in free]
     useless += [
         name
@@ -324,7 +399,7 @@ def _run_trace(job: Job, progress) -> dict:
         if getattr(job, name) != getattr(Job(), name)
     ]
     if useless or job.verb != "compare":
-        what = option((useless or [job.verb])[0])
+        what = spoken((useless or [job.verb])[0])
         raise UsageError(f"{what}: says nothing of passes that were recorded; leave it out")
     trace = read_trace(job.trace)
     with quiet_libraries():
@@ -332,10 +407,9 @@ def _run_trace(job: Job, progress) -> dict:
         from ..engines.transformers import loading
         from ..trace.recorded import TraceEngine
         from .replay import judge_trace
-        from .settings import Settings
 
         steps = _select_steps(job, trace)
-        settings = Settings(**{name: value for name, value in job.settings.items() if name in free})
+        settings = make(Settings, job.settings)
         live = tokenizer = None
         if job.model is not None:
             wanted = loading.parse_dtype(job.dtype, None)
@@ -363,8 +437,6 @@ def _run_trace(job: Job, progress) -> dict:
 
 def _select_steps(job: Job, trace) -> tuple:
     """The steps of a trace that --only (a step's or request's id) and --limit leave."""
-    if job.limit is not None and job.limit < 1:
-        raise UsageError(f"limit: got {job.limit}, expected a number of at least 1")
     known = {name for step in trace.steps for name in (step.id, step.request)}
     for name in job.only:
         if name not in known:

@@ -38,7 +38,7 @@ from .controls import chain_run, forward_run, repeat_run
 from .settings import Item, Settings
 from .stored import judge_stored
 
-SAMPLED = (*Sampling.__dataclass_fields__, "history", "seed", "draws")  # what a trace says of how tokens were drawn
+SAMPLED = (*vars(Sampling()), "history", "seed", "draws")  # what a trace says of how tokens were drawn
 OTHER = (
     "every recorded pass differs from the reference at the root already, where no tree has a say: other weights, other "
     "input ids, another prefix, or a state that was wrong before this pass; a fault of the verify pass cannot be told "
@@ -56,7 +56,8 @@ def writer_for(engine, path: str | Path, settings: Settings | None = None, **bou
     if settings is not None:
         engine = complete(engine, settings.vocab_size)
         if settings.sampling.active:
-            sampling = {name: getattr(settings, name) for name in SAMPLED}
+            flat = settings.to_json()
+            sampling = {name: flat[name] for name in SAMPLED}
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.glob(f"*{SUFFIX}"))):
             raise UsageError(f"save-trace: {path} exists, expected the name of a new folder")
@@ -122,7 +123,7 @@ def judge_trace(
     """
     steps = engine.trace.steps if steps is None else steps
     reference = reference if reference is None else complete(reference)
-    settings = replace(settings, wiring=_control(steps) or settings.wiring, **_sampling(engine.header.sampling))
+    settings = _drawn(replace(settings, wiring=_control(steps) or settings.wiring), engine.header.sampling or {})
     layers = engine.layers or (reference.layers if reference is not None else ASSUMED)
     dtype, outcomes, walked, noise = engine.trace.dtype, [], {}, []
     if reference is not None and reference.vocab_size != engine.vocab_size:
@@ -170,18 +171,13 @@ def judge_trace(
     return attach(record, outcomes, settings) if settings.sampling.active else record
 
 
-def _sampling(given: Mapping | None) -> dict:
-    """The settings that a header's `sampling` gives. Raises UsageError for what is none."""
-    unknown = sorted((given or {}).keys() - set(SAMPLED))
-    if unknown:
+def _drawn(settings: Settings, given: Mapping) -> Settings:
+    """Return the settings under which a header says that tokens were drawn. Raises UsageError for what is none."""
+    if unknown := sorted(given.keys() - set(SAMPLED)):
         raise UsageError(f"trace: sampling has {unknown[0]!r:.60}, expected some of {', '.join(SAMPLED)}")
-    for name, value in (given or {}).items():
-        wanted = str if name == "history" else (int, float)
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise UsageError(
-                f"trace: sampling {name} is {value!r:.60}, expected {'a word' if wanted is str else 'a number'}"
-            )
-    return dict(given or {})
+    own = {name: value for name, value in given.items() if name in vars(settings.sampling)}
+    rest = {name: value for name, value in given.items() if name not in own}
+    return replace(settings, sampling=replace(settings.sampling, **own), **rest)
 
 
 def _group(step: Step) -> tuple:

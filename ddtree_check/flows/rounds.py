@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +24,9 @@ from ..engines.checked import complete
 from ..judge.differences import measure
 from ..judge.known import load_known
 from ..judge.nodes import CONTROL, judged_as
-from ..judge.nodes import MODES as JUDGED
 from ..judge.sampling.judged import mode_row
 from ..judge.sampling.processing import Sampler, Sampling
-from ..model.wiring import FORKED, UNFORKED, Conv, State, Wiring, reads, wirings
+from ..model.wiring import Conv, State, reads
 from ..tree.accept import Accepted, compare_walks, descend
 from ..tree.draft_tree import DraftTree
 from ..tree.drafts.best_first import expected_accepts
@@ -37,53 +35,14 @@ from ..tree.drafts.recorded import Marginals, recorded_to_json
 from ..tree.paths import padded_chain
 from .commit import compare_contents
 from .drafting import draft_tree, from_drafter, stand_in
-from .settings import Item, Settings
+from .settings import ROUND_MODES as MODES
+from .settings import SHADOW, Item, Mode, Rounds, Settings
 
 SCHEMA = "ddtree-check/rounds/1"
-SHADOW = "shadow"
 GREEDY = Sampler(Sampling(), 0, ())
 POLLUTED = {"bfloat16": 0.25, "float16": 0.25}  # features further off, relative to their rms; 1e-3 in other dtypes
 POLLUTION = "the drafter read what a leaked verify left: polluted features"
 DEEP, ASIDE = 0.3, 0.1  # shares of rounds that must accept two nodes or more, and leave the first branch
-
-
-@dataclass(frozen=True)
-class Mode:
-    """How a mode verifies and by which wiring it commits; None is the engine's own pass along the first branch."""
-
-    verify: Wiring | None
-    commit: Wiring | None
-
-
-MODES = {
-    **{mode: Mode(wirings()[mode], wirings()[mode]) for mode in JUDGED},
-    "leaky_verify": Mode(UNFORKED, FORKED),  # the leak reaches the text by the logits alone
-    "leaky_commit": Mode(FORKED, UNFORKED),  # by the stored state alone
-    SHADOW: Mode(UNFORKED, None),  # plain decoding decides; what the tree would have done is only noted
-}
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """rounds: how many of each prompt; modes: names of MODES; plain: a plain one-token step after so many rounds, 0 for
-    none; stop: token ids that end a text. Raises UsageError for anything else."""
-
-    rounds: int = 20
-    modes: tuple[str, ...] = ("linear", "tree_forked", CONTROL)
-    plain: int = 0
-    stop: frozenset[int] = frozenset()
-
-    def __post_init__(self):
-        for name, least in (("rounds", 1), ("plain", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{name}: got {value!r}, expected a number of at least {least}")
-        unknown = [mode for mode in self.modes if mode not in MODES]
-        if unknown or not self.modes:
-            raise UsageError(f"modes: got {', '.join(unknown) or 'none'}, expected some of {', '.join(MODES)}")
-
-    def to_json(self) -> dict:
-        return {"rounds": self.rounds, "modes": list(self.modes), "plain": self.plain, "stop": sorted(self.stop)}
 
 
 def generate(

@@ -2,127 +2,168 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError, usage_errors
-from ..base.words import option
-from ..judge.nodes import MODES
+from ..base.options import VERBS, check_options, group, option
+from ..judge.nodes import CONTROL, MODES
 from ..judge.rule import Rule
-from ..judge.sampling.processing import RULES, Sampling
-from ..model.wiring import UNFORKED, Wiring
+from ..judge.sampling.processing import DECODING, RULES, Sampling
+from ..model.wiring import FORKED, UNFORKED, Wiring, wirings
+from ..tree.accept import PATTERN, is_pattern
 from ..tree.case import Case, check_vocab
 from ..tree.draft_tree import DraftTree
-from ..tree.drafts.best_first import PUBLISHED
+from ..tree.drafts.best_first import ORDERS, PUBLISHED
 from ..tree.drafts.recorded import Marginals
 from ..tree.token_ids import token_ids
-from .commit import check_pattern
+
+if TYPE_CHECKING:
+    pass
 
 DRAFTS = ("self", "ngram", "recorded", "dflash")
 LENGTH = 15  # positions of a draft block of 16
+SHADOW = "shadow"
+
+
+@group("Draft trees")
+class Drafting:
+    """How trees are drafted, one for each budget. order: heap is as built."""
+
+    budgets: tuple[int, ...] = option((16, 64), "Draft nodes per tree, one tree for each number.", "N,...", least=1)
+    acceptance: float = option(
+        0.7, "Share of depths where draft self ranks the target's token first.", "SHARE", later=True,
+        holds=lambda value: 0 <= value <= 1, expects="a share from 0 to 1",
+    )  # fmt: skip
+    length: int = option(LENGTH, "Positions that are drafted, at most.", "N", least=1, later=True, verbs=DECODING)
+    candidates: int | None = option(
+        None, "Tokens offered at each depth. Default: as many as the budget.", "N", least=1, later=True
+    )
+    order: str = option(
+        "heap", "Flat order of a tree's nodes: heap, breadth or depth.", "ORDER", choices=ORDERS, later=True
+    )
+    seed: int = option(
+        0, "Seed of draft self, of draws and of random weights.", "N", later=True,
+        holds=lambda value: 0 <= value < 2**63, expects="a number from 0 to 2**63 - 1",
+    )  # fmt: skip
+
+
+@group("Checks", later=True, verbs="compare")
+class Checks:
+    """What is checked, and which modes decide.
+
+    controls   leaf paths that the chain control and the full forward passes run, those that hold most nodes
+    accept     see `accept.accept_nodes`
+    attribute  whose faults to look for: True every failing mode's, the control's too, False none, None a required
+               mode's
+    """
+
+    require: tuple[str, ...] = option(
+        ("linear", "tree_forked"), "Modes that decide the exit code.", "MODE,...", choices=MODES, later=False,
+        verbs=DECODING,
+    )  # fmt: skip
+    accept: tuple[str, ...] = option(
+        (), f"Commit these paths and check the state: {PATTERN}.", "PATH,...", holds=is_pattern, expects=PATTERN
+    )
+    ar: str = option("strict", "strict, a node at a time, or batched, a level.", "HOW", choices=("strict", "batched"))
+    controls: int | None = option(
+        None, "Leaf paths that the controls run. Default: all; 16 under draft dflash.", "N", least=1
+    )
+    wiring: str | None = option(
+        None, "What the unforked control reads wrong, such as conv=flat. Default: states and windows.", "WIRING"
+    )
+    attribute: bool | None = option(
+        None, "Look for where every failing mode goes wrong, the control too. Default: the required modes."
+    )
+    vocab_size: int | None = option(
+        None, "Tokens; logits after them are padding. Default: the model's.", "N", least=2, verbs=VERBS
+    )
+
+
+@group("Sampling", later=True)
+class Draws:
+    """What is checked of sampling. history: one of sampling.RULES; draws: walks from each tree and mode."""
+
+    history: str = option(
+        "path", f"What the unforked control's penalties count: {', '.join(RULES)}. Default: path, which is right.",
+        "RULE", choices=RULES, verbs=DECODING,
+    )  # fmt: skip
+    draws: int = option(
+        500, "Walks drawn from each tree and tested against ar; 0 for none.", "N", least=0, verbs="compare"
+    )
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Drafting, Checks, Draws):
     """What a run does. Everything in it is in the record, so that the run can be made again.
 
-    budgets      draft nodes per tree, one tree each;  order  its flat order: heap (as built), breadth, depth
-    draft        self, ngram, recorded or dflash;  acceptance  the share of depths where `self` puts the target's token
-                 first;  length  positions that are drafted, at most so many
-    shape        a published static tree by name, in place of budgets;  candidates  tokens offered at each depth, None
-                 for as many as the budget
-    require      the modes that decide the exit code
-    ar           strict (one node at a time) or batched (level by level)
-    controls     how many leaf paths the chain control and the full forward passes run, those that hold most nodes;
-                 None for all
-    accept       which paths to commit by force, see `commit.accept_nodes`; none by default
-    wiring       what the unforked control reads wrong, such as 'state=flat'; None for states and windows in row order
-    attribute    whose faults to look for: True every failing mode's, the control's too, False none, None a required
-                 mode's
-    temperature ... frequency_penalty   as in `sampling.Sampling`; history  which nodes the unforked control's penalties
-                 count, of sampling.RULES;  draws  walks drawn from each tree and mode, to be tested against ar
-    vocab_size   tokens of the vocabulary, what follows them is padding; None for the model's
+    draft  one of DRAFTS;  shape  a published static tree by name, in place of budgets. Raises UsageError.
     """
 
-    budgets: tuple[int, ...] = (16, 64)
-    order: str = "heap"
-    draft: str = "self"
-    acceptance: float = 0.7
-    length: int = LENGTH
-    shape: str | None = None
-    candidates: int | None = None
-    seed: int = 0
-    require: tuple[str, ...] = ("linear", "tree_forked")
-    ar: str = "strict"
-    controls: int | None = None
-    accept: tuple[str, ...] = ()
-    wiring: str | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    history: str = "path"
-    draws: int = 500
-    vocab_size: int | None = None
-    attribute: bool | None = None
+    draft: str = option("self", "", choices=DRAFTS, verbs=())
+    shape: str | None = option(None, "", choices=PUBLISHED, verbs=())
+    sampling: Sampling = field(default_factory=Sampling)
     rule: Rule = field(default_factory=Rule)
 
     def __post_init__(self):
-        for name in ("budgets", "require", "accept"):
-            got = getattr(self, name)
-            _expect(isinstance(got, (tuple, list)), option(name), repr(got), "a tuple")
-        good = bool(self.budgets) and all(_whole(budget, 1) for budget in self.budgets)
-        _expect(good, "budget", self.budgets, "numbers of at least 1")
-        _expect(_whole(self.seed, 0) and self.seed < 2**63, "seed", repr(self.seed), "a number from 0 to 2**63 - 1")
-        _expect(self.order in ("heap", "breadth", "depth"), "order", self.order, "heap, breadth or depth")
-        _expect(self.draft in DRAFTS, "draft", self.draft, f"one of {', '.join(DRAFTS)}")
-        share = isinstance(self.acceptance, (int, float)) and 0 <= self.acceptance <= 1
-        _expect(share, "acceptance", self.acceptance, "a share from 0 to 1")
-        _expect(_whole(self.length, 1), "length", self.length, "a number of at least 1")
-        _expect(self.shape is None or self.shape in PUBLISHED, "tree", self.shape, f"one of {', '.join(PUBLISHED)}")
-        for name, least in (("candidates", 1), ("controls", 1), ("vocab_size", 2)):
-            got = getattr(self, name)
-            good = got is None or _whole(got, least)
-            _expect(good, option(name), got, f"a number of at least {least}")
-        _expect(self.ar in ("strict", "batched"), "ar", self.ar, "strict or batched")
-        _expect(
-            bool(self.require) and set(self.require) <= set(MODES),
-            "require",
-            repr(", ".join(map(str, self.require))),
-            f"some of {', '.join(MODES)}",
-        )
-        _expect(self.history in RULES, "history", self.history, f"one of {', '.join(RULES)}")
-        penalises = self.sampling.penalises
-        _expect(self.history == "path" or penalises, "history", self.history, "a penalty that counts it")
-        _expect(_whole(self.draws, 0), "draws", self.draws, "a number of at least 0")
-        for pattern in self.accept:
-            check_pattern(pattern)
+        check_options(self)
+        if self.history != "path" and not self.sampling.penalises:
+            raise UsageError(f"history: got {self.history!r}, expected a penalty that counts it")
         if self.wiring is not None:
             with usage_errors():
                 wrong = Wiring.parse(self.wiring)
-            read = {channel: getattr(wrong, channel) for channel in ("state", "conv", "mask", "positions")}
-            _expect(
-                "flat" in read.values(),
-                "wiring",
-                repr(self.wiring),
-                f"a wrong rule for one of {', '.join(read)}, '=flat'",
-            )
+            channels = ("state", "conv", "mask", "positions")
+            if "flat" not in {getattr(wrong, channel) for channel in channels}:
+                expected = f"a wrong rule for one of {', '.join(channels)}, '=flat'"
+                raise UsageError(f"wiring: got {self.wiring!r}, expected {expected}")
 
     @property
     def control(self) -> Wiring:
         """The wiring that runs as tree_unforked."""
         return UNFORKED if self.wiring is None else Wiring.parse(self.wiring)
 
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are drawn. Raises UsageError for what cannot be drawn from."""
-        return Sampling(**{name: getattr(self, name) for name in Sampling.__dataclass_fields__})
+    def to_json(self) -> dict:
+        """Return the settings as JSON, flat: the names of sampling stand among the others."""
+        flat = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return flat.pop("sampling") | flat
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a mode verifies and by which wiring it commits; None is the engine's own pass along the first branch."""
+
+    verify: Wiring | None
+    commit: Wiring | None
+
+
+ROUND_MODES = {
+    **{mode: Mode(wirings()[mode], wirings()[mode]) for mode in MODES},
+    "leaky_verify": Mode(UNFORKED, FORKED),  # the leak reaches the text by the logits alone
+    "leaky_commit": Mode(FORKED, UNFORKED),  # by the stored state alone
+    SHADOW: Mode(UNFORKED, None),  # plain decoding decides; what the tree would have done is only noted
+}
+
+
+@group("Rounds", later=True)
+class Rounds:
+    """Decoding in rounds. stop: token ids that end a text. Raises UsageError."""
+
+    rounds: int = option(
+        20, "Decode so many rounds for each prompt in each mode. Default: 20 in generate, 6 in sweep, none in compare.",
+        "N", least=1,
+    )  # fmt: skip
+    modes: tuple[str, ...] = option(
+        ("linear", "tree_forked", CONTROL), f"Some of {', '.join(ROUND_MODES)}. Default: the first 3.", "MODE,...",
+        choices=tuple(ROUND_MODES), verbs=DECODING,
+    )  # fmt: skip
+    plain: int = option(0, "A plain one-token step after so many rounds; 0 for none.", "N", least=0, verbs=DECODING)
+    stop: frozenset[int] = frozenset()
+
+    def __post_init__(self):
+        check_options(self)
 
     def to_json(self) -> dict:
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        lists = {name: list(getattr(self, name)) for name in ("budgets", "require", "accept")}
-        return own | lists | {"rule": self.rule.to_json()}
+        return {"rounds": self.rounds, "modes": list(self.modes), "plain": self.plain, "stop": sorted(self.stop)}
 
 
 @dataclass(frozen=True)
@@ -170,12 +211,3 @@ def fits(item: Item, settings: Settings, vocab_size: int, max_length: int | None
                 token_ids(f"prompt {item.id}: marginals: depth {depth}", ids, vocab_size)
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _expect(good: bool, what: str, got: object, expected: str) -> None:
-    if not good:
-        raise UsageError(f"{what}: got {got}, expected {expected}")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..base.words import counted
 from ..model.wiring import UNFORKED, Attention, Layer, Plan, contaminated, reads
 from ..tree.draft_tree import DraftTree
-from .differences import Differences
 from .rule import EXACT, Rule
+
+if TYPE_CHECKING:
+    from .differences import Differences  # which imports torch
 
 NODE_VERDICTS = ("pass", "tie", "leak", "flip")
 MODES = ("linear", "tree_forked", "tree_unforked")

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .differences import Differences
+from ..base.options import check_options, group, option, options
+
+if TYPE_CHECKING:
+    from .differences import Differences  # which imports torch
 
 EXACT = ("float32", "float64")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+SHARES = "DTYPE=SHARE,..."
 
 
-@dataclass(frozen=True)
+def _by_dtype(double: float, single: float, half: float) -> Callable[[], dict[str, float]]:
+    return lambda: dict(zip(DTYPES, (double, single, half, half), strict=True))
+
+
+@group("Rule of the verdict", later=True)
 class Rule:
     """When a difference is beyond noise. Calibration: docs/verdict.md.
 
     factor, ulps   a node is beyond noise iff error > factor * control + ulps * ulp, per node
-    near_rows      a contaminated node at most this many rows after a skip edge is expected to move
-    near_share     the share of those that must, by dtype; below it the run is `insensitive`
+    near_rows, near_share   of the contaminated nodes so near after a skip edge this share must move, or the run is
+                   `insensitive`
     bounds         autoregressive decoding against a full forward pass: largest max_abs / std of a row in float32 and
                    float64, largest median rms / std otherwise (a few rows may be amplified, all of them may not)
     rounding       a multi-token pass over a chain may differ by this share of a row's std whatever its controls say:
@@ -30,25 +39,30 @@ class Rule:
     pooled_least   fewer cannot tell: of two, one prompt whose nodes are all moved by a near tie would be beyond
     """
 
-    factor: float = 4.0
-    ulps: float = 4.0
-    near_rows: int = 2
-    near_share: dict[str, float] = field(
-        default_factory=lambda: {"float64": 1.0, "float32": 1.0, "bfloat16": 0.95, "float16": 0.95}
+    factor: float = option(4.0, "How many times its control's error a node's may be.", "NUMBER", least=0)
+    ulps: float = option(4.0, "And how many spacings of its logits more.", "NUMBER", least=0)
+    near_rows: int = option(2, "Rows after a skip edge where a leak must move a node.", "N", least=0)
+    near_share: dict[str, float] = option(
+        _by_dtype(1.0, 1.0, 0.95), "Share of them that must move, or the run is insensitive.", SHARES, choices=DTYPES
     )
-    bounds: dict[str, float] = field(
-        default_factory=lambda: {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.25, "float16": 0.25}
+    bounds: dict[str, float] = option(
+        _by_dtype(1e-9, 1e-4, 0.25), "What ar may differ by from a full forward pass.", SHARES, choices=DTYPES
     )
-    rounding: dict[str, float] = field(
-        default_factory=lambda: {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
+    rounding: dict[str, float] = option(
+        _by_dtype(1e-9, 1e-4, 0.1), "What a chain may differ by, whatever its controls say.", SHARES, choices=DTYPES
     )
+    across: dict[str, float] = option(
+        _by_dtype(1e-3, 1e-3, 0.1), "What a run may differ by from another engine's ar.", SHARES, choices=DTYPES
+    )
+    pooled: float = option(1.4, "bf16, fp16: mean error of a tree pass by its controls' that fails.", "NUMBER", least=0)
+    pooled_prompts: int = option(8, "Prompts from which on that holds as it is.", "N", least=1)
+    pooled_least: int = option(3, "Prompts below which it says nothing.", "N", least=1)
 
-    across: dict[str, float] = field(
-        default_factory=lambda: {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
-    )
-    pooled: float = 1.4
-    pooled_prompts: int = 8
-    pooled_least: int = 3
+    def __post_init__(self):
+        check_options(self)
+        for each in options(Rule):  # a dtype that is not named keeps its default
+            if each.choices:
+                object.__setattr__(self, each.name, each.default | getattr(self, each.name))
 
     def floor(self, controls: Sequence[np.ndarray], ulp: np.ndarray) -> np.ndarray:
         """Largest error [n] that `controls` (each [n], runs equal by construction) explain."""
@@ -59,6 +73,3 @@ class Rule:
         """The floor [n] of a chain against full forward passes, which are not of its width: the largest of any node."""
         pooled = [np.full(len(found), np.max(control)) for control in controls]
         return np.maximum(self.floor(pooled, found.ulp), self.rounding[dtype] * found.std)
-
-    def to_json(self) -> dict:
-        return asdict(self)

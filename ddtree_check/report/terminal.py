@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from ..base.conclusion import DEFECT
 from ..base.words import counted
+from ..judge.sampling.processing import Sampling
 from .text import GREEN, number, plain, size, token_text
 
 BEYOND = ("leak", "flip")
@@ -258,15 +259,7 @@ def acceptance_table(record: dict) -> Table:
     return Table(title, headers, rows)
 
 
-SAMPLING = {  # settings, and the value that changes nothing
-    "temperature": 0,
-    "top_k": 0,
-    "top_p": 1,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "history": "path",
-}
+SAMPLING = {**vars(Sampling()), "history": "path"}  # settings, and the value that changes nothing
 
 
 def sampling_words(settings: dict) -> list[str]:

@@ -32,6 +32,7 @@ from ..flows.replay import judge_trace, record_trace
 from ..flows.rounds import Rounds, generate
 from ..flows.settings import Item, Settings
 from ..judge.nodes import CONTROL
+from ..judge.sampling.processing import Sampling
 from ..model.small_shapes import SHAPES
 from ..model.wiring import FORKED, Wiring
 from ..trace.recorded import TraceEngine
@@ -370,7 +371,9 @@ def _processed(rule: str, mode: str = "tree_forked") -> Callable:
     return lambda engine: Faulty(engine, processed=inject.processed(rule, mode))
 
 
-PENALTIES = {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "draws": 50}
+PENALTIES = {
+    "sampling": Sampling(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.2), "draws": 50
+}  # fmt: skip
 PATHS = ("zero", "full", "branch")  # nodes 0, 3, 6 of the drawn tree
 UNUSABLE = {LINEAR: "reference_unusable", FORK: "reference_unusable", CHECKED_CONTROL: "reference_unusable"}
 NO_REFERENCE = {LINEAR: "fail", FORK: "reference_unusable", CHECKED_CONTROL: "reference_unusable"}

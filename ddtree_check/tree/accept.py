@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..base.errors import UsageError
 from .draft_tree import DraftTree
+
+PATTERNS = ("zero", "full", "first", "branch", "every")
+PATTERN = f"{', '.join(PATTERNS)} or a path of nodes such as 0-2-5"
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,49 @@ def compare_walks(tree: DraftTree, reference: Accepted, other: Accepted, tie_nod
         "wrong_bonus": reference.path == other.path and reference.bonus != other.bonus,
         "by_tie": reference != other and shared[-1] in set(tie_nodes),
     }
+
+
+# Paths that are committed by force
+
+
+def accept_nodes(tree: DraftTree, patterns: Sequence[str]) -> dict[int, str]:
+    """Return the nodes that end the accepted paths, each with the first pattern that names it.
+
+    zero    the root alone;  first   the root's first child;  full   the leaf at the end of the first branch
+    branch  the deepest node of a path that leaves the first branch;  every   all nodes
+    PATH    node ids from the root on, such as 0-2-5, or the last of them
+    A pattern that the tree has no node for names none. Raises UsageError for anything else.
+    """
+    spine = [0]
+    while tree.children[spine[-1]]:
+        spine.append(tree.children[spine[-1]][0])
+    aside = [node for node in range(len(tree)) if node not in spine]
+    named = {
+        "zero": [0],
+        "first": spine[1:2],
+        "full": spine[-1:],
+        "branch": [max(aside, key=lambda node: (tree.depth[node], -node))] if aside else [],
+        "every": range(len(tree)),
+    }
+    found: dict[int, str] = {}
+    for pattern in patterns:
+        for node in named.get(pattern) or ([] if pattern in named else [_path_end(tree, pattern)]):
+            found.setdefault(node, pattern)
+    return found
+
+
+def is_pattern(pattern: str) -> bool:
+    """Return whether a tree can have nodes that the pattern names."""
+    return pattern in PATTERNS or all(part.isdecimal() for part in pattern.split("-"))
+
+
+def _path_end(tree: DraftTree, pattern: str) -> int:
+    if not is_pattern(pattern):
+        raise UsageError(f"accept: got {pattern!r}, expected {PATTERN}")
+    path = tuple(map(int, pattern.split("-")))
+    if path[-1] >= len(tree):
+        raise UsageError(f"accept: node {path[-1]} of {pattern!r}, expected 0..{len(tree) - 1}")
+    right = tree.path(path[-1])
+    if len(path) > 1 and path != right:
+        raise UsageError(f"accept: got {pattern!r}, expected the path {'-'.join(map(str, right))}")
+    return path[-1]

@@ -177,10 +177,10 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
         "--tree {in}/good.json",
         0,
     ),
-    ("draft", "--draft guess", "draft: got guess, expected one of self, ngram, recorded", "--draft ngram", 0),
+    ("draft", "--draft guess", "draft: got 'guess', expected self, ngram, recorded:FILE or dflash", "--draft ngram", 0),
     ("dtype", "--dtype int8", "dtype: got 'int8', expected one of float32", "--dtype float64", 0),
     ("device", "--device tpu9", "device: 'tpu9' cannot be used here", "--device cpu", 0),
-    ("weights", "--weights fake", "weights: got 'fake', expected 'real' or 'random'", "--weights random", 0),
+    ("weights", "--weights fake", "weights: got 'fake', expected real or random", "--weights random", 0),
     ("engine", "--engine steam", "engine: got 'steam', expected one of", "--engine transformers", 0),
     (
         "require",
@@ -202,7 +202,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
     ("seed", "--seed -1", "seed: got -1, expected a number from 0 to", "--seed 1", 0),
     ("rounds", "--rounds 0", "rounds: got 0, expected a number of at least 1", "", 0),
     ("rounds-tree", "--rounds 1 --tree {in}/good.json", "rounds: got one fixed tree, expected a draft", "", 0),
-    ("order", "--order up", "order: got up", "--order depth", 0),
+    ("order", "--order up", "order: got 'up', expected heap, breadth or depth", "--order depth", 0),
     ("acceptance", "--acceptance 2", "acceptance: got 2.0, expected a share from 0 to 1", "--acceptance 1", 0),
     ("json-no-folder", "--json {in}/none/run.json", r"none/run.json cannot be written \(No such file", "", 0),
     ("json-folder", "--json {in}", "is not a regular file, expected the name of a file to write", "", 0),
@@ -299,7 +299,7 @@ def test_generate_end_to_end(files, checkpoint, tmp_path, capfd):
     assert cli.main([*line, "--seed", "1"]) == 3
     assert "belongs to a run with other settings" in capfd.readouterr().err
     assert cli.main(["generate", "--modes", "ar"]) == 3
-    assert "modes: got ar, expected some of linear" in capfd.readouterr().err
+    assert "modes: got 'ar', expected some of linear" in capfd.readouterr().err
 
 
 def test_compare_with_rounds_and_accepts_has_one_verdict(files, checkpoint, tmp_path, capfd):

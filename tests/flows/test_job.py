@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from ddtree_check.base.errors import UsageError
+from ddtree_check.base.options import whole_numbers
 from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.cli import main as cli
 from ddtree_check.cli.commands import output
@@ -51,13 +52,13 @@ def test_limit_and_only_keep_the_place_in_the_file(prompts):
 
 @pytest.mark.parametrize(("text", "numbers"), [("16", (16,)), ("16,64", (16, 64)), ("4, 2,4", (4, 2))])
 def test_numbers(text, numbers):
-    assert job.whole_numbers("budget", text) == numbers
+    assert whole_numbers("budget", text) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "4,", "x", "1.5", "4,0"])
 def test_what_is_no_number(text):
     with pytest.raises(UsageError, match="budget: got"):
-        job.whole_numbers("budget", text)
+        whole_numbers("budget", text)
 
 
 def test_a_command_makes_the_job_again(prompts, monkeypatch):

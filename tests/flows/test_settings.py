@@ -18,19 +18,22 @@ from tests.models import VOCAB, engine, prompt
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"budgets": ("16",)}, "budget: got ('16',), expected numbers of at least 1"),
+        ({"budgets": ("16",)}, "budget: got ('16',), expected a list of whole numbers"),
+        ({"budgets": (16, 0)}, "budget: got 0, expected numbers of at least 1"),
+        ({"budgets": ()}, "budget: got (), expected numbers of at least 1"),
         ({"budgets": (True,)}, "budget: got (True,), expected"),
-        ({"budgets": 16}, "budget: got 16, expected a tuple"),
+        ({"budgets": 16}, "budget: got 16, expected a list of whole numbers"),
         ({"budgets": (1.5,)}, "budget: got (1.5,), expected"),
-        ({"require": "linear"}, "require: got 'linear', expected a tuple"),
-        ({"accept": "full"}, "accept: got 'full', expected a tuple"),
+        ({"require": "linear"}, "require: got 'linear', expected a list of texts"),
+        ({"accept": "full"}, "accept: got 'full', expected a list of texts"),
         ({"seed": -1}, "seed: got -1, expected a number from 0 to 2**63 - 1"),
         ({"seed": 2**63}, "seed: got 9223372036854775808, expected a number"),
-        ({"seed": "1"}, "seed: got '1', expected a number"),
-        ({"length": "15"}, "length: got 15, expected a number of at least 1"),
-        ({"acceptance": "all"}, "acceptance: got all, expected a share from 0 to 1"),
-        ({"acceptance": float("nan")}, "acceptance: got nan, expected a share from 0 to 1"),
-        ({"controls": 0.5}, "controls: got 0.5, expected a number of at least 1"),
+        ({"seed": "1"}, "seed: got '1', expected a whole number"),
+        ({"length": "15"}, "length: got '15', expected a whole number"),
+        ({"acceptance": "all"}, "acceptance: got 'all', expected a finite number"),
+        ({"acceptance": float("nan")}, "acceptance: got nan, expected a finite number"),
+        ({"acceptance": 1.5}, "acceptance: got 1.5, expected a share from 0 to 1"),
+        ({"controls": 0.5}, "controls: got 0.5, expected a whole number"),
     ],
     ids=str,
 )
@@ -42,7 +45,7 @@ def test_a_setting_of_the_wrong_kind_is_one_line(wrong, says):
 
 @pytest.mark.parametrize("wrong", [{"rounds": "3"}, {"rounds": True}, {"plain": 0.5}], ids=str)
 def test_rounds_of_the_wrong_kind_are_one_line(wrong):
-    with pytest.raises(UsageError, match=f"^{next(iter(wrong))}: got .*, expected a number of at least"):
+    with pytest.raises(UsageError, match=f"^{next(iter(wrong))}: got .*, expected a whole number"):
         Rounds(**wrong)
 
 

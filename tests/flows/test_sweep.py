@@ -143,7 +143,7 @@ def test_the_command(tmp_path, capsys):
     assert code in (0, 2)
     record = json.loads(file.read_text())
     assert record["schema"] == "ddtree-check/sweep/1" and record["settings"]["blocks"] == [8]
-    assert record["command"] == "ddtree-check sweep --limit 1 --blocks 8 --budgets 6 --rounds 2"
+    assert record["command"] == "ddtree-check sweep --limit 1 --budgets 6 --blocks 8 --rounds 2"
     shown = capsys.readouterr().out
     assert "Block 8" in shown
     assert main(["show", str(file)]) == 0 and capsys.readouterr().out == shown
@@ -157,7 +157,7 @@ def test_the_command(tmp_path, capsys):
     file.write_text(json.dumps(record | {"rows": None}))
     assert main(["show", str(file)]) == 3 and "rows is NoneType, expected list" in capsys.readouterr().err
     assert main(["sweep", "--budgets", "0"]) == 3
-    assert "budgets: got '0'" in capsys.readouterr().err
+    assert "budget: got '0'" in capsys.readouterr().err
 
 
 def test_a_sweep_of_another_draft():

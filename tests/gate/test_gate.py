@@ -18,10 +18,8 @@ import pytest
 from ddtree_check.base.errors import UsageError
 from ddtree_check.cli import main as cli
 from ddtree_check.engines import find_engine
-from ddtree_check.flows.check import Settings
 from ddtree_check.flows.job import Job
 from ddtree_check.gate import cells as gate_cells
-from ddtree_check.gate import config as gate_config
 from ddtree_check.gate import history
 from ddtree_check.gate.baseline import Baseline, Metric, envelope, load_baseline, metrics, outside, write_baseline
 from ddtree_check.gate.cells import CellResult, run_cell, slug
@@ -96,24 +94,15 @@ def test_a_matrix_is_every_combination_but_the_excluded():
     assert config.cells[-1].job.settings == {"budgets": (16, 64), "require": ("tree_forked",), "seed": 3}
 
 
-def test_every_setting_of_a_run_has_a_key():
-    elsewhere = {"budgets", "draft"}  # in the matrix
-    fixed = {"rule", "vocab_size"}  # not to be bent; follows from the model
-    missing = set(Settings.__dataclass_fields__) - elsewhere - fixed - set(gate_config.SETTINGS)
-    assert not missing, f"add {missing} to SETTINGS of ddtree_check/gate/config.py"
-    assert set(gate_config.SETTINGS) <= set(Settings.__dataclass_fields__)
-    assert {*gate_config.OF_JOB} <= set(Job.__dataclass_fields__)
-
-
 BAD = [
     ("", "nothing to run, expected a [matrix] or a [[case]]"),
     ("[gate", "expected TOML"),
     ("[matricks]", "unknown key 'matricks'; did you mean 'matrix'?"),
     ('[matrix]\nbugdet = ["x"]', "matrix: unknown key 'bugdet'; did you mean 'budget'?"),
     ("[matrix]\nzzz = 1", "matrix: unknown key 'zzz'; expected one of model, engine"),
-    ('[matrix]\nbudget = ["x"]', "matrix.budget: got 'x', expected a number of at least 1"),
-    ("[matrix]\nbudget = [0]", "matrix.budget: got 0, expected a number of at least 1"),
-    ("[matrix]\nbudget = [true]", "matrix.budget: got True, expected a number"),
+    ('[matrix]\nbudget = ["x"]', "matrix.budget: got ['x'], expected a list of whole numbers"),
+    ("[matrix]\nbudget = [0]", "matrix.budget: got 0, expected numbers of at least 1"),
+    ("[matrix]\nbudget = [true]", "matrix.budget: got [True], expected a list of whole numbers"),
     ("[matrix]\nbudget = 16", "matrix.budget: got 16, expected a list"),
     ("[matrix]\nmodel = []", "matrix.model: got [], expected a list with at least one value"),
     ("[matrix]\nmodel = [7]", "matrix.model: got 7, expected a text"),
@@ -123,8 +112,8 @@ BAD = [
     ('[gate]\nnights = "7"\n[matrix]', "gate.nights: got '7', expected a whole number"),
     ("[gate]\nnights = 0\n[matrix]", "gate.nights: got 0, expected a number of at least 1"),
     ("[gate]\ntimeout = 0\n[matrix]", "gate.timeout: got 0, expected a number of seconds, more than 0"),
-    ("[gate]\ntimeout = nan\n[matrix]", "gate.timeout: got nan, expected a number of seconds, more than 0"),
-    ("[gate]\ntimeout = inf\n[matrix]", "gate.timeout: got inf, expected a number of seconds, more than 0"),
+    ("[gate]\ntimeout = nan\n[matrix]", "gate.timeout: got nan, expected a finite number"),
+    ("[gate]\ntimeout = inf\n[matrix]", "gate.timeout: got inf, expected a finite number"),
     ("[gate]\nfactor = nan\n[matrix]", "gate.factor: got nan, expected a finite number"),
     ("[gate]\nfactor = 0.5\n[matrix]", "gate.factor: got 0.5, expected a number of at least 1"),
     ("[matrix]\n[settings]\nlimits = 4", "settings: unknown key 'limits'; did you mean 'limit'?"),
@@ -133,8 +122,14 @@ BAD = [
     ("[[exclude]]\nbudget = 1", "exclude: nothing to leave out, expected a [matrix] too"),
     ("[matrix]\n[[exclude]]\nbudget = 1", "exclude 1: {'budget': 1} is no combination of the matrix"),
     ("[matrix]\n[[exclude]]", "exclude 1: got {}, expected some of model"),
-    ('[[case]]\nmodle = "x"', "case 1: unknown key 'modle'; did you mean 'model'?"),
+    ('[[case]]\nmodell = "x"', "case 1: unknown key 'modell'; did you mean 'model'?"),
     ("[[case]]\n[[case]]", "two cases are named 'tiny-qwen3_5/code/16+64'; give a [[case]] a name"),
+    ('[matrix]\n[settings]\norder = "heep"', "settings.order: got 'heep', expected heap, breadth or depth"),
+    ('[matrix]\nweights = ["reel"]', "matrix.weights: got 'reel', expected real or random"),
+    ('[matrix]\ndraft = ["elf"]', "matrix.draft: got 'elf', expected self, ngram"),
+    ('[matrix]\n[settings]\nrequire = ["tree"]', "settings.require: got 'tree', expected some of linear"),
+    ("[matrix]\n[settings]\ntop_k = 5", "case tiny-qwen3_5/code/16: top-k: changes nothing at temperature 0"),
+    ("[matrix]\n[settings]\nbounds = {int8 = 0.1}", "settings.bounds: got 'int8', expected some of float64"),
     ("[[case]]\ntimeout = -1", "case 1.timeout: got -1, expected a number of seconds"),
 ]
 
@@ -147,14 +142,10 @@ def test_a_slip_in_the_configuration_is_named(text, said):
 
 
 DEEP = [
-    ('[matrix]\n[settings]\norder = "heep"', "order: got heep, expected heap, breadth or depth"),
     ('[matrix]\ndtype = ["float31"]', "float31"),
     ('[matrix]\nengine = ["tranformers"]', "engine: got 'tranformers', expected one of transformers"),
     ('[matrix]\nengine = ["not_there:Engine"]', "engine: not_there:Engine: ModuleNotFoundError"),
     ('[matrix]\nprompts = ["none.jsonl"]', "none.jsonl: No such file"),
-    ('[matrix]\nweights = ["reel"]', "weights: got 'reel', expected real or random"),
-    ('[matrix]\ndraft = ["elf"]', "draft: got elf, expected one of"),
-    ('[matrix]\n[settings]\nrequire = ["tree"]', "require: got"),
 ]
 
 

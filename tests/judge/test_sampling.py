@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddtree_check.base.errors import UsageError
+from ddtree_check.base.options import make
 from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.rounds import Rounds, generate
 from ddtree_check.judge.sampling import draws as draws_module
@@ -46,8 +47,16 @@ from tests.models import engine, nan_at_the_root, prompt
 #    ├─ 2 ── 4 ── 6
 #    └─ 5
 TREE = DraftTree((10, 11, 12, 13, 14, 15, 16), (-1, 0, 0, 1, 2, 0, 4))
-WARM = Settings(budgets=(12,), temperature=0.4, top_p=0.95, draws=1000)
-PENALISED = replace(WARM, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.3)
+WARM = Settings(budgets=(12,), sampling=Sampling(temperature=0.4, top_p=0.95), draws=1000)
+
+
+def sampled(settings: Settings, draws: int | None = None, history: str = "path", **changes) -> Settings:
+    """Return settings with other fields of their sampling."""
+    sampling = replace(settings.sampling, **changes)
+    return replace(settings, sampling=sampling, draws=settings.draws if draws is None else draws, history=history)
+
+
+PENALISED = sampled(WARM, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.3)
 ITEMS = [Item(f"p{seed}", prompt(12, seed)) for seed in range(2)]
 
 
@@ -125,7 +134,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_drawn_from_is_refused(name):
     with pytest.raises(UsageError, match=f"^{name.replace('_', '-')}: got"):
-        Settings(**{"temperature": 1.0, name: WRONG[name]})
+        Sampling(**{"temperature": 1.0, name: WRONG[name]})
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,7 @@ def test_what_cannot_be_drawn_from_is_refused(name):
 )
 def test_settings_that_would_do_nothing_are_refused(given):
     with pytest.raises(UsageError, match=next(iter(given)).replace("_", "-")):
-        Settings(**given)
+        make(Settings, given)
 
 
 HISTORY = {  # node 4 has the path 0 2 4
@@ -374,7 +383,7 @@ def differs(tree: DraftTree, rule: str, prompt_tokens) -> list[int]:
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "path"])
 def test_b29_raw_logits_pass_and_the_history_of_penalties_is_named(rule):
-    settings = replace(PENALISED, top_p=1.0, draws=0)
+    settings = sampled(PENALISED, top_p=1.0, draws=0)
     host = Faulty(engine("qwen3_5_text"), processed=processed_by(rule, "tree_forked"))
     record = check(host, ITEMS[:1], settings)
     case = record["cases"][0]
@@ -399,7 +408,7 @@ def test_b29_an_engine_whose_own_processors_are_right_passes(dtype):
 
 def test_b29_penalties_left_out_of_linear_too():
     host = Faulty(engine("qwen3_5_text", "bfloat16"), processed=processed_by(NONE, "linear", "tree_forked"))
-    record = check(host, ITEMS[:1], replace(PENALISED, draws=0))
+    record = check(host, ITEMS[:1], sampled(PENALISED, draws=0))
     assert all(found["draws"] is None for found in record["sampling"]["modes"].values())
     for mode in ("linear", "tree_forked"):
         assert record["cases"][0]["modes"][mode]["reason"].startswith(
@@ -412,7 +421,7 @@ def test_a_cut_that_another_k_makes_is_no_history():
         return processed_by("path")(mode, tree, nodes, logits, replace(sampling, top_k=7), prompt_tokens, made)
 
     record = check(
-        Faulty(engine("qwen3_5_text"), processed=processed), ITEMS[:1], replace(PENALISED, top_k=8, top_p=1.0, draws=0)
+        Faulty(engine("qwen3_5_text"), processed=processed), ITEMS[:1], sampled(PENALISED, top_k=8, top_p=1.0, draws=0)
     )
     reason = record["cases"][0]["modes"]["tree_forked"]["reason"]
     assert record["exit_code"] == 1 and "no history of its penalties explains it" in reason
@@ -420,7 +429,7 @@ def test_a_cut_that_another_k_makes_is_no_history():
 
 def test_a_shift_of_whole_rows_matters_to_a_repetition_penalty_alone():
     """Log probabilities given as logits: no raw difference, but x / theta is another number."""
-    for settings, code in ((PENALISED, 1), (replace(PENALISED, repetition_penalty=1.0), 0)):
+    for settings, code in ((PENALISED, 1), (sampled(PENALISED, repetition_penalty=1.0), 0)):
         host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits - 30)
         record = check(host, ITEMS[:1], replace(settings, draws=0))
         assert record["exit_code"] == code
@@ -428,7 +437,7 @@ def test_a_shift_of_whole_rows_matters_to_a_repetition_penalty_alone():
 
 
 def test_the_controls_history_is_a_setting_and_named():
-    record = check(engine("qwen3_5_text"), ITEMS[:1], replace(PENALISED, top_p=1.0, draws=0, history="rows"))
+    record = check(engine("qwen3_5_text"), ITEMS[:1], sampled(PENALISED, top_p=1.0, draws=0, history="rows"))
     assert record["exit_code"] == 0
     assert (
         "the history of its penalties is all rows before it" in record["cases"][0]["modes"]["tree_unforked"]["reason"]
@@ -436,7 +445,7 @@ def test_the_controls_history_is_a_setting_and_named():
 
 
 def test_bf16_draws_differ_by_rounding_alone_and_do_not_fail():
-    record = check(engine("qwen3_5_text", "bfloat16"), ITEMS, replace(PENALISED, draws=2000))
+    record = check(engine("qwen3_5_text", "bfloat16"), ITEMS, sampled(PENALISED, draws=2000))
     assert record["exit_code"] == 0
     for case in record["cases"]:
         assert all(
@@ -446,13 +455,13 @@ def test_bf16_draws_differ_by_rounding_alone_and_do_not_fail():
 
 def test_a_sampler_that_is_off_is_a_defect_of_the_run(monkeypatch):
     monkeypatch.setattr(draws_module, "noise", lambda *given: noise(*given) / 2)
-    record = check(engine("qwen3_5_text"), ITEMS, replace(WARM, temperature=2.0))
+    record = check(engine("qwen3_5_text"), ITEMS, sampled(WARM, temperature=2.0))
     assert record["exit_code"] == 1
     assert any("its draws do not follow its own distribution" in reason for reason in record["verdict"]["reasons"])
 
 
 def test_greedy_with_penalties_has_no_draws_and_is_judged():
-    settings = Settings(budgets=(8,), presence_penalty=3.0)
+    settings = Settings(budgets=(8,), sampling=Sampling(presence_penalty=3.0))
     assert check(engine("qwen3_5_text"), ITEMS[:1], settings)["exit_code"] == 0
     record = check(Faulty(engine("qwen3_5_text"), processed=processed_by("prompt", "tree_forked")), ITEMS, settings)
     assert record["sampling"]["modes"]["tree_forked"]["draws"] is None
@@ -477,7 +486,7 @@ def test_rounds_under_shared_noise_give_ars_sampled_text(settings):
 
 def test_rounds_without_the_penalties_of_ar_are_off_though_their_logits_are_right():
     host = Faulty(engine("qwen3_5_text"), processed=processed_by(NONE, "tree_forked"))
-    settings = replace(PENALISED, presence_penalty=-6.0)  # a token of the text comes again
+    settings = sampled(PENALISED, presence_penalty=-6.0)  # a token of the text comes again
     found = generate(host, ITEMS[:1], settings, Rounds(3, ("linear", "tree_forked")))
     assert found["exit_code"] == 1 and found["summary"]["tree_forked"]["off"] > 0 == found["summary"]["linear"]["off"]
     first = found["summary"]["tree_forked"]["first"]

@@ -13,6 +13,7 @@ from ddtree_check.base.errors import UsageError
 from ddtree_check.engines.checked import Checked
 from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.judge.differences import measure
+from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.selftest.inject import Faulty
 from tests.models import VOCAB, engine, make_engine, prompt, tree
 
@@ -143,7 +144,7 @@ def test_ids_left_out_on_both_sides_make_no_nan():
     record = check(masked(lambda kind: -torch.inf), [SMALL], SETTINGS)
     assert record["exit_code"] == 0
     assert all(node["tree_forked"][name] is not None for node in record["cases"][0]["nodes"] for name in ("kl", "tv"))
-    warm = check(masked(lambda kind: -torch.inf), [SMALL], Settings(temperature=0.4, draws=200))
+    warm = check(masked(lambda kind: -torch.inf), [SMALL], Settings(sampling=Sampling(temperature=0.4), draws=200))
     assert warm["exit_code"] == 0 and warm["sampling"]["modes"]["tree_forked"]["max_tv"] < 1e-4
 
 

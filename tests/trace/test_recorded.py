@@ -18,6 +18,7 @@ from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.commit import flat_contents
 from ddtree_check.flows.replay import judge_trace, record_trace
 from ddtree_check.judge.differences import TopLogits, measure, measure_any
+from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.report.terminal import render
 from ddtree_check.selftest import inject
@@ -304,7 +305,7 @@ def test_a_commit_that_cannot_be_read_back_is_refused(tmp_path, change, says):
 @pytest.mark.parametrize(("rule", "code"), [("path", 0), ("none", 1)])
 def test_processed_rows_are_judged_as_the_live_run_was(tmp_path, rule, code):
     host = Faulty(engine("qwen3_5_text"), processed=inject.processed(rule, "tree_forked"))
-    settings = replace(SETTINGS, budgets=(8,), temperature=0.8, repetition_penalty=1.3, draws=0)
+    settings = replace(SETTINGS, budgets=(8,), sampling=Sampling(temperature=0.8, repetition_penalty=1.3), draws=0)
     live, replayed = record_trace(host, ITEMS[:1], settings, tmp_path / "t"), replay(tmp_path / "t")
     assert live["exit_code"] == replayed["exit_code"] == code
     equal(live, replayed)

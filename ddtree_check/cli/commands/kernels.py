@@ -10,10 +10,11 @@ import typer
 
 from ...base.conclusion import ExitCode, combine
 from ...base.errors import UsageError
+from ...base.options import split_words
 from ...base.words import counted
 from ...report.terminal import Table, titled, wrap
 from ...report.text import number, plain
-from .output import progress, show_text, split_words, width
+from .output import progress, show_text, width
 
 BUILT_IN = {name: f"ddtree_check.kernels.{name}" for name in ("sglang", "plain")}
 SHOWN = 8  # failed cases in full
@@ -49,14 +50,14 @@ def kernels(
         from ...kernels import interpreter
 
         interpreter.prepare()  # before the module imports triton
-    found = _functions(module, split_words(kind))
+    found = _functions(module, None if kind is None else split_words(kind))
     from ...kernels.cases import PAIRS, suite
     from ...kernels.check import check
 
     _check_device(device)
     pairs = PAIRS if dtype is None else tuple(_pair(word) for word in split_words(dtype))
     cases = [case for case in suite(tuple(found), pairs, size=size, long=rows)]
-    wanted = split_words(family)
+    wanted = None if family is None else split_words(family)
     if wanted is not None:
         unknown = [name for name in wanted if name not in {case.family for case in cases}]
         if unknown:

@@ -46,11 +46,6 @@ def write_html(path: str, record: dict) -> None:
         write_text(path, html.render(record))
 
 
-def split_words(text: str | None) -> tuple[str, ...] | None:
-    """'a, b' as ('a', 'b'), each once."""
-    return None if text is None else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-
-
 @contextlib.contextmanager
 def viewing(path: Path) -> Iterator[None]:
     """What a view does not find was named by the caller, or is missing from a file that somebody edited."""

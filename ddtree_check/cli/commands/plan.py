@@ -9,8 +9,8 @@ import typer
 from ...base.conclusion import DEFECT, PASS
 from ...base.errors import UsageError, usage_errors
 from ...base.files import parse_json, read_text
+from ...base.options import whole_numbers
 from ...engines.capacity import SCHEMA, Need, batches, needs, parse_reserved
-from ...flows.job import whole_numbers
 from ...report.record import check_writable, write_record
 from ...report.terminal import Table, titled
 from ...report.text import plain

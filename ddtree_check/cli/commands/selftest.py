@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from ...base.errors import UsageError
+from ...base.options import split_words
 from ...flows.job import few_threads, quiet_libraries
 from ...report.record import check_writable, write_record
 from ...selftest.kinds import KINDS
 from .options import JsonFile, Quiet
-from .output import progress, show_text, split_words, width
+from .output import progress, show_text, width
 
 
 def selftest(
@@ -24,7 +25,7 @@ def selftest(
 ):
     """Inject every kind of fault into a running engine: each must be seen by the right check, in the right place, and
     what is right must stay green."""
-    wanted = split_words(kind)
+    wanted = None if kind is None else split_words(kind)
     unknown = [name for name in wanted or () if name not in KINDS]
     if unknown:
         raise UsageError(f"kind: got {unknown[0]!r}, expected some of {', '.join(KINDS)}")

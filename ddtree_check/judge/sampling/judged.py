@@ -316,7 +316,7 @@ def _summary(mode: str, runs: Sequence[tuple[str, Sampled]], settings) -> dict:
         "expected_accepted": mine,
         "ar_expected_accepted": theirs,
         "moved": None if mine is None or theirs is None else mine - theirs,
-        "draws": _tests(mode, runs, settings.seed) if settings.draws and settings.temperature else None,
+        "draws": _tests(mode, runs, settings.seed) if settings.draws and settings.sampling.temperature else None,
     }
 
 

@@ -9,16 +9,19 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from ...base.errors import UsageError
+from ...base.options import check_options, group, option
 from ...tree.draft_tree import DraftTree
 
+DECODING = ("compare", "generate")  # commands that draw tokens
 
-@dataclass(frozen=True)
+
+@group("Sampling", later=True, verbs=DECODING)
 class Sampling:
     """How a next token is drawn; the names are those of vLLM and SGLang. The defaults are greedy decoding.
 
@@ -31,25 +34,24 @@ class Sampling:
     Raises UsageError naming the option.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = option(0.0, "Sample at this temperature; 0 is greedy.", "NUMBER", least=0)
+    top_k: int = option(
+        0, "Sample from the so many most probable tokens; 0 for all.", "N",
+        holds=lambda value: value >= -1, expects="a number of tokens, 0 for all",
+    )  # fmt: skip
+    top_p: float = option(
+        1.0, "Sample from the fewest tokens with this mass.", "SHARE",
+        holds=lambda value: 0 < value <= 1, expects="a share above 0, at most 1",
+    )  # fmt: skip
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens in prompt or output.", "NUMBER",
+        holds=lambda value: value > 0, expects="a number above 0",
+    )  # fmt: skip
+    presence_penalty: float = option(0.0, "Taken from tokens of the output.", "NUMBER")
+    frequency_penalty: float = option(0.0, "Taken for each time in the output.", "NUMBER")
 
     def __post_init__(self):
-        for name, good, expected in (
-            ("temperature", self.temperature >= 0, "a number of at least 0"),
-            ("top_k", self.top_k >= -1, "a number of tokens, 0 for all"),
-            ("top_p", 0 < self.top_p <= 1, "a share above 0, at most 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "a number above 0"),
-            ("presence_penalty", True, "a finite number"),
-            ("frequency_penalty", True, "a finite number"),
-        ):
-            value = getattr(self, name)
-            if not good or not math.isfinite(value):
-                raise UsageError(f"{name.replace('_', '-')}: got {value}, expected {expected}")
+        check_options(self)
         if not self.temperature and (self.top_k > 1 or self.top_p < 1):
             name = "top-k" if self.top_k > 1 else "top-p"
             raise UsageError(f"{name}: changes nothing at temperature 0, which is greedy; expected --temperature too")
@@ -77,9 +79,6 @@ class Sampling:
     def kept(self) -> int:
         """Tokens that top-k keeps, 0 for all. A temperature of 0 keeps one, as servers have it."""
         return max(0, self.top_k) if self.temperature else 1
-
-    def to_json(self) -> dict:
-        return asdict(self)
 
 
 # Which nodes of the tree a node's penalties count, after the prompt and the text before the root. `path` is right.
