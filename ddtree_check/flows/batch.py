@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from ..judge.differences import Differences, measure
 from ..judge.known import KnownFailure, load_known
 from ..judge.nodes import beyond, judge, judged_as
 from ..judge.rule import EXACT
-from ..model.wiring import FORKED, Wiring
+from ..model.wiring import wirings
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import leaf_paths
 from .commit import STEPS, Contents, Part, accept_nodes, chain_floors, compare_contents, off, tree_floors
@@ -42,13 +42,12 @@ OUTSIDER = "(waiting)"
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A member of the pool: `trees` and `alone` (what it verifies to when it is alone) by mode."""
+    """A member of the pool, with a tree for each mode."""
 
     id: str
     tokens: tuple[int, ...]
     prefix: object
     trees: dict[str, DraftTree]
-    alone: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,10 +202,11 @@ class _Group:
         self.engine, self.batches, self.size, self.group, self.waiting = engine, batches, size, group, waiting
         self.settings, self.rule = settings, settings.rule
         self.dtype = judged_as(engine.describe())
-        self.wide = getattr(torch, self.dtype)
+        self.wide, self.wiring = getattr(torch, self.dtype), wirings(settings.control)
         self.findings: list[Finding] = []
         self.tally: dict[tuple[str, str | None, int], tuple] = {}  # compared, off, largest error, largest floor
         self.controls: dict[tuple, tuple] = {}
+        self.alone: dict[tuple[str, str], object] = {}  # what a request verifies to by itself, by its id and mode
         self.bits = {request.id: _bits(engine.contents(request.prefix)) for request in (*group, waiting)}
 
     def everything(self) -> None:
@@ -215,7 +215,9 @@ class _Group:
             self._guard("prefill", None, f"padded on the {padding}", lambda padding=padding: self.prefill(padding))
         for mode in self.settings.require:
             for request in self.group:
-                request.alone[mode] = self.engine.verify(request.prefix, request.trees[mode], self._wiring(mode))
+                self.alone[request.id, mode] = self.engine.verify(
+                    request.prefix, request.trees[mode], self.wiring[mode]
+                )
             for made in compositions(self.size):
                 self._guard("verify", mode, made.name, lambda mode=mode, made=made: self.verify(mode, made))
         for made in compositions(self.size):
@@ -224,9 +226,6 @@ class _Group:
         if self.size > 1:
             self._guard("reorder", None, "permuted", self.reorder)
         self._guard("again", None, "A-B-A", lambda: self.again(first))
-
-    def _wiring(self, mode: str) -> Wiring | None:
-        return {"linear": None, "tree_forked": FORKED}.get(mode, self.settings.control)
 
     def _guard(self, check: str, mode: str | None, composition: str, run: Callable) -> None:
         """A pass that the engine refuses, or breaks down in, is found, not fatal; then every slot is looked at."""
@@ -292,17 +291,14 @@ class _Group:
         rows = max(map(len, trees)) + (made.rows or 0)
         found = self._pass(requests, mode, made, rows)
         for request, tree, verified in zip(requests, trees, found, strict=True):
-            alone = request.alone[mode]
+            alone = self.alone[request.id, mode]
             controls = self._verified_controls(request, mode, len(requests) + made.idle, rows)
             difference = measure(alone.logits, verified.logits)
             floor = self._band([control for control, _ in controls], difference)
             bad = beyond(judge(difference, floor))
             self._count("verify", mode, difference.max_abs, floor, len(bad))
             if bad:
-                self._found(
-                    "verify", mode, made.name, request.id, self._entry(alone, verified, tree, bad[0], controls),
-                    **self._where, node=bad[0], error=_json(difference.max_abs[bad[0]]), floor=_json(floor[bad[0]]),
-                )  # fmt: skip
+                self._off(request, mode, made.name, verified, bad[0], controls, difference, floor)
             for node in accept_nodes(tree, ("full", "branch")):
                 self._committed(request, mode, made, node, verified, controls)
 
@@ -310,14 +306,14 @@ class _Group:
         return self.batches.verify(
             [request.prefix for request in requests],
             [request.trees[mode] for request in requests],
-            self._wiring(mode),
+            self.wiring[mode],
             padding=made.padding,
             rows=rows,
             idle=made.idle,
         )
 
     def _committed(self, request, mode, made, node, verified, controls) -> None:
-        alone = request.alone[mode]
+        alone = self.alone[request.id, mode]
         right, stored = (self.engine.contents(self.engine.commit(run, node)) for run in (alone, verified))
         parts = compare_contents(right, stored, self.wide)
         floors = self._part_floors(parts, right, [run for _, run in controls], node)
@@ -335,16 +331,19 @@ class _Group:
         measured = [compare_contents(right, run, self.wide) for run in runs]
         return tree_floors(parts, measured or [[replace(part, error=0.0) for part in parts]], self.rule, self.dtype)
 
-    def _entry(self, alone, verified, tree: DraftTree, node: int, controls) -> str:
-        """What is stored after the first node that is off says by which layer and channel it entered."""
+    def _off(self, request, mode, composition, verified, node, controls, difference: Differences, floor) -> None:
+        """Note a pass that is off from `node` on; what is stored after that node says by which layer it entered."""
+        alone = self.alone[request.id, mode]
         right, stored = (self.engine.contents(self.engine.commit(run, node)) for run in (alone, verified))
         parts = compare_contents(right, stored, self.wide)
         bad = off(parts, self._part_floors(parts, right, [run for _, run in controls], node))
         says, part = _stored(bad, right, stored)
-        self._where = {"layer": part and part.layer, "channel": part and part.channel}
-        return f"first at node {node} (depth {tree.depth[node]}); {says}"
-
-    _where: dict = {}  # noqa: RUF012  replaced, never changed
+        self._found(
+            "verify", mode, composition, request.id,
+            f"first at node {node} (depth {request.trees[mode].depth[node]}); {says}",
+            layer=part and part.layer, channel=part and part.channel, node=node,
+            error=_json(difference.max_abs[node]), floor=_json(floor[node]),
+        )  # fmt: skip
 
     def _verified_controls(self, request: Request, mode: str, width: int, rows: int) -> list[tuple]:
         """The request beside copies of itself and beside idle requests, in a batch as wide and as many rows: noise, if
@@ -352,7 +351,7 @@ class _Group:
         key = (request.id, mode, width, rows)
         if key in self.controls:
             return self.controls[key]
-        tree, wiring, alone = request.trees[mode], self._wiring(mode), request.alone[mode]
+        tree, wiring, alone = request.trees[mode], self.wiring[mode], self.alone[request.id, mode]
         runs = {
             "copies of itself": self.batches.verify([request.prefix] * width, [tree] * width, wiring, rows=rows),
             "idle requests alone": self.batches.verify([request.prefix], [tree], wiring, rows=rows, idle=width - 1),
@@ -366,11 +365,7 @@ class _Group:
                 if not bad:
                     found.append((difference, verified))
                     continue
-                self._found(
-                    "verify", mode, f"{width} wide, beside {name}", request.id,
-                    self._entry(alone, verified, tree, bad[0], []),
-                    **self._where, node=bad[0], error=_json(difference.max_abs[bad[0]]), floor=_json(floor[bad[0]]),
-                )  # fmt: skip
+                self._off(request, mode, f"{width} wide, beside {name}", verified, bad[0], [], difference, floor)
                 break
         self.controls[key] = found
         return found
@@ -492,7 +487,7 @@ class _Group:
             prefix = self.engine.prefill(request.tokens)
             logits, after = self.engine.step(request.prefix, int(request.prefix.logits.argmax()))
             passes = {
-                mode: self.engine.verify(request.prefix, tree, self._wiring(mode)).logits
+                mode: self.engine.verify(request.prefix, tree, self.wiring[mode]).logits
                 for mode, tree in request.trees.items()
             }
             found[request.id] = prefix.logits, self.engine.contents(prefix), logits, self.engine.contents(after), passes

@@ -15,18 +15,18 @@ import torch
 from .. import __version__
 from ..base.errors import UsageError
 from ..base.forked_pool import apart
-from ..judge.case import judge_case
+from ..judge.case import Outcome, judge_case
 from ..judge.known import excuse, load_known
-from ..judge.nodes import CONTROL, MODES, judged_as, reference_problem
-from ..judge.record import Outcome, make_record
+from ..judge.nodes import MODES, judged_as, reference_problem
+from ..judge.record import make_record
 from ..judge.sampling.judged import attach
-from ..model.wiring import FORKED
+from ..model.wiring import wirings
 from ..tree.case import Case, check_vocab
 from ..tree.draft_tree import merge
 from .attribution import Finding, attribute, attribute_commit
 from .controls import forward_run, repeat_run, strict_run
 from .drafting import draft_cases
-from .passes import attempt, run_case
+from .passes import attempt, commit_case, run_case
 from .sensitivity import react
 from .settings import Item, Settings, fits
 
@@ -135,7 +135,8 @@ def _check_item(engine, oracle, placed: tuple[int, Item], settings: Settings, dt
         step = trace and _step(trace, engine, item, case, rows, place, kept)
         runs = run_case(engine, prefix, case, rows, exact_rows, settings, step)
         runs = replace(runs, forward=None if forward is None else forward[list(place)], batched=strict)
-        outcome = judge_case(case, engine.layers, runs, settings, dtype, problem)
+        outcome = judge_case(runs, engine.layers, settings, dtype, problem)
+        outcome = replace(outcome, accepts=commit_case(engine, prefix, runs, settings, step))
         outcomes.append(replace(outcome, attribution=_attribute(engine, prefix, outcome, rows, settings, dtype, hunt)))
         if step is not None:
             step.write()
@@ -145,7 +146,8 @@ def _check_item(engine, oracle, placed: tuple[int, Item], settings: Settings, dt
 def _attribute(engine, prefix, outcome: Outcome, reference, settings: Settings, dtype: str, hunt: Hunt) -> dict:
     """Where the faults enter of the modes that failed here and were not looked into yet, by mode."""
     found: dict[str, Finding] = {}
-    for mode, wiring in (("linear", None), ("tree_forked", FORKED), (CONTROL, settings.control)):
+    wiring = wirings(settings.control)
+    for mode in MODES:
         floor, accepts = outcome.floors.get(mode), [a for a in outcome.accepts or () if mode in a.modes]
         wrong = [accept for accept in accepts if accept.modes[mode].verdict == "fail" and mode not in accept.expected]
         if mode not in hunt.modes or not (outcome.results[mode].verdict == "fail" or wrong):
@@ -155,8 +157,8 @@ def _attribute(engine, prefix, outcome: Outcome, reference, settings: Settings, 
         if outcome.results[mode].verdict == "fail" and floor is not None:
             seen, refusal = attempt(
                 None,
-                lambda mode=mode, wiring=wiring, floor=floor: attribute(
-                    engine, prefix, outcome.case.tree, mode, wiring, reference, floor, settings.rule, dtype
+                lambda mode=mode, floor=floor: attribute(
+                    engine, prefix, outcome.case.tree, mode, wiring[mode], reference, floor, settings.rule, dtype
                 ),
             )
             if seen is None:

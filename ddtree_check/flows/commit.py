@@ -18,7 +18,7 @@ from ..base.words import counted
 from ..judge.differences import Differences, measure, ulp
 from ..judge.nodes import beyond, judge, judged_as
 from ..judge.rule import EXACT, Rule
-from ..model.wiring import FORKED, Wiring, contaminated
+from ..model.wiring import Wiring, contaminated, wirings
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import leaf_paths, padded_chain
 
@@ -602,7 +602,8 @@ def gather(
     for token in tree.path_tokens(node):
         _, stepped = engine.step(stepped, token)
     chains, refused = {}, {}
-    for name, wiring in (("linear", None), ("chain", FORKED)):
+    for name in ("linear", "chain"):
+        wiring = wirings()[name]
         try:
             if reason := engine.supports(wiring):
                 raise Unsupported(reason)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..judge.differences import Differences, join, measure
-from ..model.wiring import FORKED
+from ..model.wiring import Wiring
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import Path, leaf_paths, padded_chain
 
@@ -32,15 +32,15 @@ def chain_run(
     prefix,
     tree: DraftTree,
     reference: torch.Tensor,
+    wiring: Wiring | None,
     *,
-    forked: bool,
     limit: int | None = None,
     exact=None,
     sink: Callable | None = None,
 ) -> tuple[Differences, np.ndarray, np.ndarray | None]:
     """Every root-to-leaf path as a chain as wide as the tree, against `reference` [n, vocabulary].
 
-    forked False: the engine's own multi-token pass (mode `linear`, control E_pad); True: its tree path (E_chain).
+    wiring None: the engine's own multi-token pass (mode `linear`, control E_pad); FORKED: its tree path (E_chain).
     limit: run so many paths only. exact: an oracle's logits [n, vocabulary]. sink(nodes, logits) is given every row.
     Returns (Differences [n], measured bool [n], absolute errors [n] or None); a node that was not measured holds
     another node's figures.
@@ -49,7 +49,7 @@ def chain_run(
     parts, errors = [], []
     for path in paths:
         chain = padded_chain(tree, path.nodes, len(tree))
-        logits = engine.verify(prefix, chain, FORKED if forked else None).logits[list(path.owned)]
+        logits = engine.verify(prefix, chain, wiring).logits[list(path.owned)]
         nodes = [path.nodes[place] for place in path.owned]
         if sink:
             sink(nodes, logits)

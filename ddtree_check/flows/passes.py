@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from ..base.errors import Unsupported
 from ..judge.case import Runs
 from ..judge.differences import measure, row_hashes
-from ..judge.nodes import MODES
+from ..judge.nodes import CONTROL, MODES
 from ..judge.sampling.judged import Tracks
 from ..judge.sampling.processing import Sampling
 from ..judge.ties import TieTrack
-from ..model.wiring import FORKED, Conv, State, Wiring, reads
+from ..model.wiring import Conv, State, Wiring, reads, wirings
 from ..trace.model import COMMITS
 from ..tree.case import Case
-from .commit import STEPS, commit_runs, flat_contents
+from .commit import STEPS, Accept, commit_runs, flat_contents
 from .controls import absolute, chain_run
 from .settings import Item, Settings
 
@@ -24,87 +25,73 @@ STORED = ("ar", "forward", "repeat", *MODES, "chain", "own")  # passes over a tr
 
 
 def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, step) -> Runs:
-    """Runs all modes and controls of one tree that the engine can run. step: a step of a trace to add them to."""
-    tree, control, missing = case.tree, settings.control, {}
-    errors = {"ar": absolute(exact, reference)}
+    """Run all modes and controls of one tree that the engine can run. step: a step of a trace to add them to."""
+    tree, rows = case.tree, _Rows(engine, case, reference, settings, step)
+    wiring = wirings(settings.control)
+    differences, missing, errors = {}, {}, {"ar": absolute(exact, reference)}
 
-    tracks, ties = Tracks(engine, case, reference, settings), TieTrack(engine, tree, reference)
+    def chains(name: str, limit: int | None = None, oracle=None):
+        sink = rows.sink(name, wiring[name])
+        return chain_run(engine, prefix, tree, reference, wiring[name], limit=limit, exact=oracle, sink=sink)
 
-    def keep(mode: str, wiring: str = "engine"):
-        add = None
-        if step is not None:
-
-            def add(nodes, logits):
-                own = _own_rows(engine, mode, case, nodes, logits, settings.sampling)
-                step.add(mode, logits, nodes=nodes, width=len(tree), wiring=wiring, **own)
-
-        return tracks.sink(mode, ties.sink(mode, add))
-
-    def chains(forked: bool, limit: int | None, mode: str, **exact_rows):
-        sink = keep(mode, "tree_forked" if forked else "engine")
-        return chain_run(engine, prefix, tree, reference, forked=forked, limit=limit, sink=sink, **exact_rows)
-
-    def whole(mode: str, wiring: Wiring | None, claim: str):
-        logits = engine.verify(prefix, tree, wiring).logits
-        if sink := keep(mode, claim):
+    def whole(name: str) -> torch.Tensor:
+        logits = engine.verify(prefix, tree, wiring[name]).logits
+        if sink := rows.sink(name, wiring[name]):
             sink(range(len(tree)), logits)
         return logits
 
-    found, missing["linear"] = attempt(engine.supports(None), lambda: chains(False, None, "linear", exact=exact))
-    linear, _, errors["linear"] = found or (None, None, None)
+    def tried(name: str, run: Callable, *given):
+        result, reason = attempt(engine.supports(wiring[name]), lambda: run(name, *given))
+        if reason is not None and name in MODES:
+            missing[name] = ("unsupported", reason)
+        return result
+
+    if linear := tried("linear", chains, None, exact):
+        differences["linear"], _, errors["linear"] = linear
     # Without a recurrence the engine's own pass and its tree path are the same pass.
-    chain = None if linear is None else (linear, np.ones(len(tree), dtype=bool))
-    if reads(engine.layers, Conv, State):
-        found, _ = attempt(engine.supports(FORKED), lambda: chains(True, settings.controls, "chain"))
-        chain = found and found[:2]
-    logits, missing["tree_forked"] = attempt(
-        engine.supports(FORKED), lambda: whole("tree_forked", FORKED, "tree_forked")
-    )
-    forked = unforked = library = equal = fingerprints = None
-    if logits is not None:
-        forked, errors["tree_forked"] = measure(reference, logits), absolute(exact, logits)
-        fingerprints = row_hashes(logits, tree)
-    claim = settings.wiring or "tree_unforked"
-    logits, missing["tree_unforked"] = attempt(engine.supports(control), lambda: whole("tree_unforked", control, claim))
-    if logits is not None:
-        unforked, errors["tree_unforked"] = measure(reference, logits), absolute(exact, logits)
-        if engine.exact_control and fingerprints is not None:
-            equal = row_hashes(logits, tree) == fingerprints
-        if settings.wiring is None:  # the library's own pass over the rows is the same flat pass
-            own, _ = attempt(engine.supports(None), lambda: whole("own", None, "engine"))
-            library = None if own is None else float(np.max(measure(logits, own).max_abs))
+    chain = tried("chain", chains, settings.controls) if reads(engine.layers, Conv, State) else linear
+    hashes, library = {}, None
+    for mode in ("tree_forked", CONTROL):
+        if (logits := tried(mode, whole)) is None:
+            continue
+        differences[mode], errors[mode] = measure(reference, logits), absolute(exact, logits)
+        if engine.exact_control:
+            hashes[mode] = row_hashes(logits, tree)
+        # The library's own pass over the rows is the same flat pass.
+        if mode == CONTROL and settings.wiring is None and (own := tried("own", whole)) is not None:
+            library = float(np.max(measure(logits, own).max_abs))
             del own
-    del logits
-    linear, forked, unforked = (
-        found and ties.choose(mode, found) for mode, found in zip(MODES, (linear, forked, unforked), strict=True)
+        del logits
+    return Runs(
+        case=case,
+        ar=rows.ties.choose("ar", measure(reference, reference)),
+        differences={mode: rows.ties.choose(mode, found) for mode, found in differences.items()},
+        missing=missing,
+        chain=chain and chain[:2],
+        equal=hashes["tree_forked"] == hashes[CONTROL] if len(hashes) == 2 else None,
+        exact={mode: error for mode, error in errors.items() if error is not None},
+        library_unforked=library,
+        sampled=rows.tracks.finish(),
+        ties=rows.ties.finish(),
     )
-    accepts = None
-    if settings.accept:
-        wirings = {"linear": None, "tree_forked": FORKED, "tree_unforked": control}
-        wirings = {mode: wiring for mode, wiring in wirings.items() if missing[mode] is None}
-        kept = None
-        if step is not None:
-            kept = lambda mode, path, left, probe, pattern: step.commit(  # noqa: E731
+
+
+def commit_case(engine, prefix, runs: Runs, settings: Settings, step) -> tuple[Accept, ...] | None:
+    """Commit the paths that the settings name under each mode that ran, or return None if they name none."""
+    if not settings.accept:
+        return None
+    case, keep = runs.case, None
+    if step is not None:
+
+        def keep(mode: str, path, left, probe, pattern: str) -> None:
+            step.commit(
                 mode, path, flat_contents(left.contents), position=left.contents[0], probe=probe, logits=left.rows,
                 pattern=pattern,
             )  # fmt: skip
-        accepts = tuple(
-            commit_runs(engine, case.prompt_tokens, prefix, tree, settings.accept, wirings, settings.rule, kept)
-        )
-    return Runs(
-        ar=ties.choose("ar", measure(reference, reference)),
-        linear=linear,
-        forked=forked,
-        unforked=unforked,
-        chain=chain,
-        missing={mode: ("unsupported", reason) for mode, reason in missing.items() if reason is not None},
-        equal=equal,
-        exact={mode: error for mode, error in errors.items() if error is not None},
-        library=library,
-        accepts=accepts,
-        sampled=tracks.finish(),
-        ties=ties.finish(),
-    )
+
+    wiring = {mode: wiring for mode, wiring in wirings(settings.control).items() if mode in runs.differences}
+    accepts = commit_runs(engine, case.prompt_tokens, prefix, case.tree, settings.accept, wiring, settings.rule, keep)
+    return tuple(accepts)
 
 
 def trace_bytes(engine, items: Sequence[Item], settings: Settings, rows: Sequence[Sequence[int]]) -> int:
@@ -136,6 +123,25 @@ def attempt(refusal: str | None, run: Callable):
         return run(), None
     except Unsupported as error:
         return None, str(error)
+
+
+class _Rows:
+    """What looks at the rows of one tree's passes as they are made: sampling, ties, and a step of a trace."""
+
+    def __init__(self, engine, case: Case, reference, settings: Settings, step):
+        self.engine, self.case, self.settings, self.step = engine, case, settings, step
+        self.tracks, self.ties = Tracks(engine, case, reference, settings), TieTrack(engine, case.tree, reference)
+
+    def sink(self, name: str, wiring: Wiring | None) -> Callable | None:
+        """Return what takes (nodes, logits) of a pass, or None if nobody looks at it."""
+        add, claim = None, wiring.name if wiring else "engine"
+        if self.step is not None:
+
+            def add(nodes, logits):
+                own = _own_rows(self.engine, name, self.case, nodes, logits, self.settings.sampling)
+                self.step.add(name, logits, nodes=nodes, width=len(self.case.tree), wiring=claim, **own)
+
+        return self.tracks.sink(name, self.ties.sink(name, add))
 
 
 def _own_rows(engine, mode: str, case: Case, nodes, logits, sampling: Sampling) -> dict:

@@ -16,15 +16,15 @@ import torch
 
 from .. import __version__
 from ..base.errors import Unsupported, UsageError, usage_errors
-from ..judge.case import Runs, judge_case
+from ..judge.case import Outcome, Runs, judge_case
 from ..judge.differences import Differences, join, measure, measure_any, row_hashes
 from ..judge.known import excuse, load_known
 from ..judge.nodes import CONTROL, MODES, reference_problem
-from ..judge.record import Outcome, make_record
+from ..judge.record import make_record
 from ..judge.sampling.judged import Tracks, attach
 from ..judge.sampling.processing import Sampling
 from ..judge.ties import TieTrack
-from ..model.wiring import Conv, State, Wiring, reads
+from ..model.wiring import FORKED, Conv, State, Wiring, reads
 from ..trace.model import SUFFIX, Step, TopLogits
 from ..trace.recorded import ASSUMED, TraceEngine, layers_to_json, tensor
 from ..trace.write import TraceWriter
@@ -36,7 +36,6 @@ from .controls import chain_run, forward_run, repeat_run
 from .settings import Item, Settings
 from .stored import judge_stored
 
-JUDGED = {"linear": "linear", "forked": "tree_forked", "unforked": "tree_unforked"}  # fields of Runs, their modes
 SAMPLED = (*Sampling.__dataclass_fields__, "history", "seed", "draws")  # what a trace says of how tokens were drawn
 OTHER = (
     "every recorded pass differs from the reference at the root already, where no tree has a say: other weights, other "
@@ -92,7 +91,7 @@ class Reference:
 
     own      ar is the trace's
     problem  why it cannot be used
-    across, unforked   see Runs: from the live engine's own controls, and its own unforked pass if it was needed
+    across, unforked   see Runs.across: from the live engine's own controls, and its own unforked pass if it was needed
     noise    the largest error of those controls
     """
 
@@ -256,8 +255,8 @@ def reference_of(step: Step, settings: Settings, live, dtype: str) -> Reference:
     errors, forward = [], None
     for run in (
         lambda: forward_run(live, step.prompt_tokens, tree, rows),
-        lambda: chain_run(live, prefix, tree, rows, forked=False)[0],
-        lambda: chain_run(live, prefix, tree, rows, forked=True)[0],
+        lambda: chain_run(live, prefix, tree, rows, None)[0],
+        lambda: chain_run(live, prefix, tree, rows, FORKED)[0],
     ):
         try:
             found = run()
@@ -313,39 +312,36 @@ def _judge_step(engine, step: Step, found: Reference, layers, settings: Settings
     given, watched = Given(step), None
     if isinstance(found.rows, torch.Tensor):
         watched = Tracks(given, case, found.rows, settings), TieTrack(given, step.tree, found.rows)
-    n, missing, seen = len(step.tree), {}, {}
+    n, missing, differences = len(step.tree), {}, {}
     mismatch = _mismatch(step, prompts)
     problem = found.problem or mismatch.get("ar")
-    hashes = {}
-    for name, mode in JUDGED.items():
+    hashes, partial = {}, None  # of linear, some paths only: a control, as a sample of them is for a live run
+    for mode in MODES:
         held = engine.rows(step, mode)
         if held is None and mode == CONTROL and found.unforked is not None:
-            seen[name] = found.unforked
+            differences[mode] = found.unforked
         elif held is None:
             missing[mode] = ("not_run", "no pass of this mode in the trace")
         elif mode in mismatch:
             missing[mode] = ("reference_unusable", mismatch[mode])
         else:
             rows, measured = held
-            seen[name] = _differences(found.rows, rows, measured, engine.dtype)
+            differences[mode] = _differences(found.rows, rows, measured, engine.dtype)
             if watched and measured.all() and isinstance(rows, torch.Tensor):
                 sink, rows = watched[0].sink(mode, watched[1].sink(mode)), rows.to(found.rows.device)
                 for nodes in step.order(mode):  # as they were run
                     sink(nodes, rows[nodes])
-                seen[name] = watched[1].choose(mode, seen[name])
+                differences[mode] = watched[1].choose(mode, differences[mode])
             if not measured.all():
                 first = int(np.argmin(measured))
                 missing[mode] = ("not_run", f"rows at {measured.sum()} of {n} nodes, none for node {first}")
-                if name != "linear":
-                    del seen[name]
-            elif isinstance(rows, torch.Tensor) and name != "linear":
-                hashes[name] = row_hashes(rows, step.tree)
+                some = differences.pop(mode), measured
+                partial = some if mode == "linear" else partial
+            elif isinstance(rows, torch.Tensor) and mode != "linear":
+                hashes[mode] = row_hashes(rows, step.tree)
     chain = None
     held = engine.rows(step, "chain")
-    linear = seen.get("linear")
-    partial = None
-    if linear is not None and "linear" in missing:  # some paths only: a control, as a sample of them is for a live run
-        partial, linear = (linear, engine.rows(step, "linear")[1]), None
+    linear = differences.get("linear")
     if held is not None and "chain" not in mismatch and min(one.width for one in step.of("chain")) >= n:
         chain = (_differences(found.rows, *held, engine.dtype), held[1])
     wide = bool(step.of("linear")) and min(one.width for one in step.of("linear")) >= n
@@ -355,28 +351,27 @@ def _judge_step(engine, step: Step, found: Reference, layers, settings: Settings
         chain = (linear, np.ones(n, dtype=bool))
     equal = None
     if engine.exact_control and len(hashes) == 2:
-        equal = hashes["forked"] == hashes["unforked"]
+        equal = hashes["tree_forked"] == hashes[CONTROL]
     ar, kept = measure_any(found.rows, found.rows, engine.dtype), {}
     if watched:
         ar, kept = watched[1].choose("ar", ar), {"sampled": watched[0].finish(), "ties": watched[1].finish()}
     runs = Runs(
+        case=case,
         ar=ar,
+        differences=differences,
         **kept,
-        linear=linear,
-        forked=seen.get("forked"),
-        unforked=seen.get("unforked"),
         chain=chain,
         forward=found.forward,
         missing=missing,
         equal=equal,
         wide=wide,
         across=found.across,
-        library=_library(engine, step, settings),
+        library_unforked=_library(engine, step, settings),
     )
-    outcome = judge_case(case, layers, runs, settings, dtype, problem)
+    outcome = judge_case(runs, layers, settings, dtype, problem)
     if found.across is not None and not problem and _off_at_root(outcome):
         problem = OTHER
-        outcome = judge_case(case, layers, runs, settings, dtype, problem)
+        outcome = judge_case(runs, layers, settings, dtype, problem)
     return outcome, problem or next(iter(mismatch.values()), None)
 
 

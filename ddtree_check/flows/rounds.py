@@ -24,9 +24,10 @@ from ..judge.conclude import TEXTS
 from ..judge.differences import measure
 from ..judge.known import load_known
 from ..judge.nodes import CONTROL, judged_as
+from ..judge.nodes import MODES as JUDGED
 from ..judge.sampling.judged import mode_row
 from ..judge.sampling.processing import Sampler, Sampling
-from ..model.wiring import FORKED, UNFORKED, Conv, State, Wiring, reads
+from ..model.wiring import FORKED, UNFORKED, Conv, State, Wiring, reads, wirings
 from ..tree.accept import Accepted, compare_walks, descend
 from ..tree.draft_tree import DraftTree
 from ..tree.drafts.best_first import expected_accepts
@@ -54,9 +55,7 @@ class Mode:
 
 
 MODES = {
-    "linear": Mode(None, None),
-    "tree_forked": Mode(FORKED, FORKED),
-    CONTROL: Mode(UNFORKED, UNFORKED),
+    **{mode: Mode(wirings()[mode], wirings()[mode]) for mode in JUDGED},
     "leaky_verify": Mode(UNFORKED, FORKED),  # the leak reaches the text by the logits alone
     "leaky_commit": Mode(FORKED, UNFORKED),  # by the stored state alone
     SHADOW: Mode(UNFORKED, None),  # plain decoding decides; what the tree would have done is only noted

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -107,7 +108,7 @@ class _Stored:
         if before is not None:
             before = self._left(before).contents
         elif self.live is not None:
-            before = _aligned(self.live.contents(self._prefix()), found.contents)
+            before = _aligned(self.live.contents(self._prefix), found.contents)
         complete = known is None or len(known) == len(self.tree)
         search = Search(judge.path, before, judge.reference.contents, found.contents, bad, complete=complete, what=what)
         for node, contents in known.items() if known is not None else self._walk(found.contents):
@@ -123,7 +124,7 @@ class _Stored:
                 yield path[-1], self._left(one).contents
 
     def _walk(self, like: Contents) -> Iterator[tuple[int, Contents]]:
-        for node, prefix in walk(self.live, self._prefix(), self.tree):
+        for node, prefix in walk(self.live, self._prefix, self.tree):
             yield node, _aligned(self.live.contents(prefix), like)
 
     # What it is judged by
@@ -148,14 +149,13 @@ class _Stored:
         key = (path, tuple(probe))
         if key not in self._standards:
             self._standards = {
-                key: gather(self.live, self.step.prompt_tokens, self._prefix(), self.tree, path[-1], tuple(probe))
+                key: gather(self.live, self.step.prompt_tokens, self._prefix, self.tree, path[-1], tuple(probe))
             }
         return self._standards[key]
 
+    @cached_property
     def _prefix(self):
-        if not hasattr(self, "_stands"):
-            self._stands = self.live.prefill(self.step.prompt_tokens)
-        return self._stands
+        return self.live.prefill(self.step.prompt_tokens)
 
     @staticmethod
     def _matched(standard: Standard, left: Left) -> tuple[Standard, Left]:

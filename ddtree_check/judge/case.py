@@ -1,18 +1,21 @@
-"""What was run on one tree ─► floors ─► the verdict of each mode. Live runs and recorded ones are judged alike."""
+"""One tree: what was run on it ─► floors ─► what was judged of it. Live runs and recorded ones are judged alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..flows.attribution import Finding
+from ..flows.commit import Accept
 from ..flows.settings import Settings
-from ..model.wiring import contaminated
+from ..model.wiring import Layer, Plan, contaminated
 from ..tree.accept import compare_walks, greedy_walk
 from ..tree.case import Case
 from .differences import Differences
 from .nodes import (
+    CONTROL,
     MODES,
     NO_CONTROL,
     Leak,
@@ -25,131 +28,160 @@ from .nodes import (
     name_cause,
     near_skip,
 )
-from .record import Outcome
-from .rule import EXACT
+from .rule import EXACT, Rule
 from .sampling.judged import Sampled
 from .sampling.judged import judge as judge_sampled
 from .ties import Ties
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Runs:
-    """What was run on one tree, as differences to ar. A mode that was not stands in `missing` instead: its name, then
-    the verdict ('unsupported', 'not_run' or 'reference_unusable') and the reason.
+    """One case as it was run, in differences to ar. Arrays are float64 [n], one figure for each of n nodes.
 
-    ar         the reference against itself: its argmax and margin
-    linear, forked, unforked   Differences [n]
-    chain      the engine's tree path on chains [n], and which nodes it measured, bool [n]
-    forward    full forward passes [n]
-    equal      clean nodes of both trees agree bit for bit; None if the engine claims no such thing
-    wide       `linear` was as wide as the tree, so that it may be its control
-    across     for runs whose reference is another engine's: the floor [n] of any run, see docs/trace.md
-    exact, library, batched   as in Outcome
+    ar           the reference against itself: its argmax and margin
+    differences  of each mode that was run
+    missing      of each mode that was not: 'unsupported', 'not_run' or 'reference_unusable', and the reason
+    chain        the engine's tree path on chains [n], and which nodes it measured, bool [n]
+    forward      full forward passes
+    equal        clean nodes of both trees agree bit for bit; None if the engine claims no such thing
+    wide         linear was as wide as the tree, so that it may be its control
+    across       for runs whose reference is another engine's: the floor [n] of any run, see docs/trace.md
+    exact        errors [n] of ar and each mode against the float64 oracle, if there was one
+    library_unforked   largest |difference| of the library's own unforked pass to ours
+    batched      largest |difference| of a batched reference to one-token steps, on one path
+    sampled      what sampling makes of each mode; empty for greedy decoding
+    ties         equal largest logits, and who takes which
     """
 
+    case: Case
     ar: Differences
-    linear: Differences | None = None
-    forked: Differences | None = None
-    unforked: Differences | None = None
+    differences: dict[str, Differences]
+    missing: dict[str, tuple[str, str]]
     chain: tuple[Differences, np.ndarray] | None = None
     forward: Differences | None = None
-    missing: dict[str, tuple[str, str]] = field(default_factory=dict)
     equal: bool | None = None
     wide: bool = True
     across: Callable[[Differences], np.ndarray] | None = None
     exact: dict[str, np.ndarray] = field(default_factory=dict)
-    library: float | None = None
+    library_unforked: float | None = None
     batched: float | None = None
-    accepts: tuple | None = None
     sampled: dict[str, Sampled] = field(default_factory=dict)
     ties: Ties = field(default_factory=Ties)
 
 
-def judge_case(case: Case, layers, runs: Runs, settings: Settings, dtype: str, problem: str | None) -> Outcome:
-    """The floors and verdicts of what was run on one tree. problem: why ar cannot serve as the reference, if so."""
-    rule, tree = settings.rule, case.tree
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outcome(Runs):
+    """One case as it was judged. A mode that was not run has a result without verdicts, and no acceptance.
+
+    floors       [n] of each mode, None where there is none;  results  of each mode
+    plan         the control's wiring on this tree;  leak  what it did
+    acceptance   of ar and each mode that was run: its greedy walk against ar's
+    controls     errors [n] of the runs that are equal by construction
+    accepts      the paths that were committed by force, if any were asked for
+    attribution  where the fault of a red mode enters, for those that were looked into
+    """
+
+    floors: dict[str, np.ndarray | None]
+    results: dict[str, ModeResult]
+    plan: Plan
+    leak: Leak
+    acceptance: dict[str, dict]
+    controls: dict[str, np.ndarray]
+    accepts: tuple[Accept, ...] | None = None
+    attribution: dict[str, Finding] = field(default_factory=dict)
+
+
+def judge_case(runs: Runs, layers: Sequence[Layer], settings: Settings, dtype: str, problem: str | None) -> Outcome:
+    """Judge what was run on one tree. problem: why ar cannot serve as the reference, or None."""
+    rule, tree = settings.rule, runs.case.tree
     plan = settings.control.plan(tree)
     dirty = contaminated(plan, layers)
     results = {mode: ModeResult(verdict, reason=reason) for mode, (verdict, reason) in runs.missing.items()}
     floors: dict[str, np.ndarray | None] = dict.fromkeys(MODES)
-    controls = {} if runs.forward is None else {"forward": runs.forward.max_abs}
-
-    def chain_floor(found: Differences, *trusted: np.ndarray) -> np.ndarray:
-        if runs.across is None:
-            return rule.chain_floor([*controls_of_ar, *trusted], found, dtype)
-        floor = runs.across(found)
-        return np.maximum(floor, rule.chain_floor(trusted, found, dtype)) if trusted else floor
-
-    controls_of_ar = list(controls.values())
-    # Full forward passes judge linear; only a linear that passed joins the tree's floor (a mode never enters its own).
-    trusted, recorded = [], False
-    if runs.linear is not None:
-        floors["linear"] = chain_floor(runs.linear)
+    noise = _Noise(runs, rule, dtype)
+    if (linear := runs.differences.get("linear")) is not None:
+        floors["linear"] = noise.chain_floor(linear)
         blind = runs.forward is None and runs.across is None and dtype not in EXACT
-        results["linear"] = judge_linear(runs.linear, floors["linear"], problem, blind=blind)
+        results["linear"] = judge_linear(linear, floors["linear"], problem, blind=blind)
         if runs.wide:
-            recorded, controls["pad"] = True, runs.linear.max_abs
-            trusted += [runs.linear.max_abs] if results["linear"].verdict == "pass" else []
-    if runs.chain is not None:
-        recorded, (chain, measured) = True, runs.chain
-        bad = beyond(judge(chain, chain_floor(chain, *trusted)))
-        controls["chain"] = _extended(chain.max_abs, measured)
-        trusted += [] if any(measured[node] for node in bad) else [controls["chain"]]
-
-    def tree_floor(found: Differences) -> np.ndarray | None:
-        if runs.across is None:
-            return rule.floor(trusted, found.ulp) if trusted else None
-        floor = runs.across(found)
-        if not recorded:
-            return floor
-        own = rule.floor(trusted, found.ulp) if trusted else None
-        return np.maximum(own, floor) if trusted and dtype in EXACT else own
-
-    if runs.forked is not None:
-        floors["tree_forked"] = tree_floor(runs.forked)
-        why = None if recorded or runs.across else NO_CONTROL
-        results["tree_forked"] = judge_forked(runs.forked, floors["tree_forked"], problem or why)
-        results["tree_forked"] = name_cause(results["tree_forked"], tree, layers, rule)
-    moved, near = (), set()
-    if runs.unforked is not None:
-        floors["tree_unforked"] = control_floor = tree_floor(runs.unforked)
-        moved = beyond(judge(runs.unforked, control_floor)) if control_floor is not None else ()
-        near = near_skip(plan, dirty, rule)
-    leak = Leak(dirty, frozenset(near), frozenset(moved), runs.equal)
-    if runs.unforked is not None:
-        results["tree_unforked"] = judge_unforked(runs.unforked, floors["tree_unforked"], leak, problem)
-
-    results = {mode: runs.ties.judge(mode, result) for mode, result in results.items()}
-    for mode, found in runs.sampled.items():
-        results[mode] = judge_sampled(results[mode], found, floors[mode])
-    differences = {"linear": runs.linear, "tree_forked": runs.forked, "tree_unforked": runs.unforked}
-    differences = {mode: found for mode, found in differences.items() if found is not None}
-    walks = {"ar": greedy_walk(tree, runs.ar.argmax)} | {
-        mode: greedy_walk(tree, found.run_argmax) for mode, found in differences.items()
-    }
-    acceptance = {}
-    for mode, walk in walks.items():
-        ties = () if mode == "ar" else [node for node, v in enumerate(results[mode].verdicts) if v == "tie"]
-        acceptance[mode] = compare_walks(tree, walks["ar"], walk, ties)
+            noise.add("pad", linear.max_abs, trusted=results["linear"].verdict == "pass")
+    noise.add_chain()
+    if (forked := runs.differences.get("tree_forked")) is not None:
+        floors["tree_forked"] = noise.tree_floor(forked)
+        why = None if noise.recorded or runs.across else NO_CONTROL
+        result = judge_forked(forked, floors["tree_forked"], problem or why)
+        results["tree_forked"] = name_cause(result, tree, layers, rule)
+    leak = Leak(dirty, frozenset(), frozenset(), runs.equal)
+    if (unforked := runs.differences.get(CONTROL)) is not None:
+        floors[CONTROL] = floor = noise.tree_floor(unforked)
+        moved = beyond(judge(unforked, floor)) if floor is not None else ()
+        leak = Leak(dirty, near_skip(plan, dirty, rule), frozenset(moved), runs.equal)
+        results[CONTROL] = judge_unforked(unforked, floor, leak, problem)
+    results = {mode: runs.ties.judge(mode, results[mode]) for mode in MODES}
+    for mode, sampled in runs.sampled.items():
+        results[mode] = judge_sampled(results[mode], sampled, floors[mode])
     return Outcome(
-        case=case,
-        ar=runs.ar,
-        differences=differences,
+        **vars(runs),
         floors=floors,
-        results={mode: results[mode] for mode in MODES},
+        results=results,
         plan=plan,
         leak=leak,
-        acceptance=acceptance,
-        controls=controls,
-        library_unforked=runs.library,
-        exact=runs.exact,
-        batched=runs.batched,
-        accepts=runs.accepts,
-        sampled=runs.sampled,
-        ties=runs.ties,
+        acceptance=_acceptance(runs, results),
+        controls=noise.controls,
     )
 
 
-def _extended(control: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Controls of a sample of paths, for all nodes: a node without one takes the largest that was measured."""
-    return np.where(measured, control, control[measured].max())
+class _Noise:
+    """The controls of one tree, and the floors that they give. A mode never enters its own floor.
+
+    trusted: errors of those that are right themselves. recorded: one of the tree's width was run.
+    """
+
+    def __init__(self, runs: Runs, rule: Rule, dtype: str):
+        self.runs, self.rule, self.dtype = runs, rule, dtype
+        self.controls = {} if runs.forward is None else {"forward": runs.forward.max_abs}
+        self.trusted: list[np.ndarray] = []
+        self.recorded = False
+
+    def add(self, name: str, errors: np.ndarray, *, trusted: bool) -> None:
+        self.recorded, self.controls[name] = True, errors
+        self.trusted += [errors] if trusted else []
+
+    def add_chain(self) -> None:
+        """Add the chain control; a node that it did not measure takes the largest that it did."""
+        if self.runs.chain is None:
+            return
+        chain, measured = self.runs.chain
+        bad = beyond(judge(chain, self.chain_floor(chain)))
+        errors = np.where(measured, chain.max_abs, chain.max_abs[measured].max())
+        self.add("chain", errors, trusted=not any(measured[node] for node in bad))
+
+    def chain_floor(self, differences: Differences) -> np.ndarray:
+        """Return the floor [n] of chains: by full forward passes, and by what is trusted so far."""
+        if self.runs.across is None:
+            forward = [self.controls[name] for name in ("forward",) if name in self.controls]
+            return self.rule.chain_floor([*forward, *self.trusted], differences, self.dtype)
+        floor = self.runs.across(differences)
+        if not self.trusted:
+            return floor
+        return np.maximum(floor, self.rule.chain_floor(self.trusted, differences, self.dtype))
+
+    def tree_floor(self, differences: Differences) -> np.ndarray | None:
+        """Return the floor [n] of a tree pass, or None if no control of its width can be trusted."""
+        own = self.rule.floor(self.trusted, differences.ulp) if self.trusted else None
+        if self.runs.across is None:
+            return own
+        floor = self.runs.across(differences)
+        if not self.recorded:
+            return floor
+        return np.maximum(own, floor) if self.trusted and self.dtype in EXACT else own
+
+
+def _acceptance(runs: Runs, results: dict[str, ModeResult]) -> dict[str, dict]:
+    """Compare the greedy walk of ar and of each mode with ar's."""
+    tree, right = runs.case.tree, greedy_walk(runs.case.tree, runs.ar.argmax)
+    acceptance = {"ar": compare_walks(tree, right, right, ())}
+    for mode, differences in runs.differences.items():
+        ties = [node for node, verdict in enumerate(results[mode].verdicts) if verdict == "tie"]
+        acceptance[mode] = compare_walks(tree, right, greedy_walk(tree, differences.run_argmax), ties)
+    return acceptance

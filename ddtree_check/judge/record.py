@@ -1,64 +1,22 @@
-"""What came of each case, and the record made from it (docs/record.md): plain JSON that every view is made from."""
+"""The record of judged cases (docs/record.md): plain JSON that every view is made from."""
 
 from __future__ import annotations
 
 import datetime
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..flows.attribution import Finding
-from ..flows.commit import Accept
-from ..model.wiring import Attention, Conv, Layer, Plan, State
-from ..tree.case import Case
+from ..model.wiring import Attention, Conv, Layer, State
+from .case import Outcome
 from .conclude import conclude
-from .differences import Differences
-from .nodes import CONTROL, NODE_VERDICTS, Leak, ModeResult, judged_as, systematic
+from .nodes import CONTROL, NODE_VERDICTS, judged_as, systematic
 from .reactions import Reaction
-from .sampling.judged import Sampled
-from .ties import Ties
 
 SCHEMA = "ddtree-check/1"
 FIGURES = ("argmax", "max_abs", "rms", "kl", "tv", "ar_rank", "floor", "verdict")  # of a node in a mode
 OUTLIER = 10  # times the error of linear and forked, at the median node, before ar is called the outlier
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """One case: the differences of each mode to ar, the floor and result of each, and what else was seen.
-
-    A mode that was not run has a result, without verdicts, and no differences and no acceptance.
-
-    ar         the reference against itself: its argmax and margin
-    plan       the control's wiring on this tree;  leak  what it did
-    controls   errors [n] of the runs that are equal by construction
-    exact      errors [n] of ar and each mode against the float64 oracle, if there was one
-    library_unforked   largest |difference| of the library's own unforked pass to ours
-    batched    largest |difference| of a batched reference to one-token steps, on one path
-    accepts    the paths that were committed by force, if any were asked for
-    sampled    what sampling makes of each mode; empty for greedy decoding
-    ties       equal largest logits, and who takes which
-    attribution   where the fault of a red mode enters, for those that were looked into
-    """
-
-    case: Case
-    ar: Differences
-    differences: dict[str, Differences]
-    floors: dict[str, np.ndarray | None]
-    results: dict[str, ModeResult]
-    plan: Plan
-    leak: Leak
-    acceptance: dict[str, dict]
-    controls: dict[str, np.ndarray]
-    library_unforked: float | None
-    exact: dict[str, np.ndarray]
-    batched: float | None = None
-    accepts: tuple[Accept, ...] | None = None
-    sampled: dict[str, Sampled] = field(default_factory=dict)
-    ties: Ties = field(default_factory=Ties)
-    attribution: dict[str, Finding] = field(default_factory=dict)
 
 
 def make_record(

@@ -84,10 +84,8 @@ class Case:
     def call(self, device: str | torch.device = "cpu") -> Call:
         """The call, with fresh buffers: the same numbers every time and on every device."""
         made = _MAKERS[self.kind](self, _Draw(self))
-        for name, value in vars(made).items():
-            if isinstance(value, torch.Tensor):
-                object.__setattr__(made, name, value.to(device))
-        return made
+        moved = {name: value.to(device) for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
+        return replace(made, **moved)
 
 
 # --- families ---------------------------------------------------------------------------------------------------------

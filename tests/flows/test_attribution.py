@@ -37,7 +37,7 @@ def right(family: str, dtype: str = "float32"):
     host = engine(family, dtype)
     prefix = host.prefill(prompt(12))
     reference = host.decode(prefix, TREE)
-    runs = [chain_run(host, prefix, TREE, reference, forked=forked)[0] for forked in (False, True)]
+    runs = [chain_run(host, prefix, TREE, reference, wiring)[0] for wiring in (None, FORKED)]
     floor = RULE.floor([run.max_abs for run in runs], runs[0].ulp)
     return host, prefix, reference, floor, RULE.chain_floor([runs[0].max_abs], runs[0], dtype)
 

@@ -4,6 +4,7 @@ import torch
 
 from ddtree_check.flows import controls as noise
 from ddtree_check.flows.controls import chain_run, forward_run, repeat_run
+from ddtree_check.model.wiring import FORKED
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.paths import leaf_paths, padded_chain
 from tests.models import engine, prompt, tree
@@ -36,22 +37,22 @@ def test_padding_repeats_the_last_token_and_keeps_the_path():
     assert chain.tokens == (5, 23, 44, 44, 44, 44) and chain.is_chain
 
 
-@pytest.mark.parametrize("forked", [False, True], ids=["linear", "chain"])
-def test_chain_controls_are_noise_and_wide_as_the_tree(forked):
+@pytest.mark.parametrize("wiring", [None, FORKED], ids=["linear", "chain"])
+def test_chain_controls_are_noise_and_wide_as_the_tree(wiring):
     host = engine("qwen3_5_text")
     prefix = host.prefill(prompt(9))
     reference = host.decode(prefix, CASE)
-    found, measured, _ = chain_run(host, prefix, CASE, reference, forked=forked)
+    found, measured, _ = chain_run(host, prefix, CASE, reference, wiring)
     assert measured.all() and (found.max_abs < 1e-3).all()
     # The twin: against the reference of another tree the same run is far off.
     other = host.decode(prefix, DraftTree((5, 18, 24, 102, 45, 151), CASE.parents))
-    assert (chain_run(host, prefix, CASE, other, forked=forked)[0].max_abs[1:] > 0.1).all()
+    assert (chain_run(host, prefix, CASE, other, wiring)[0].max_abs[1:] > 0.1).all()
 
 
 def test_sampled_controls_say_which_nodes_they_measured():
     host = engine("qwen3_5_text")
     case, prefix = tree("random", 40), host.prefill(prompt(9))
-    found, measured, _ = chain_run(host, prefix, case, host.decode(prefix, case), forked=True, limit=2)
+    found, measured, _ = chain_run(host, prefix, case, host.decode(prefix, case), FORKED, limit=2)
     paths = leaf_paths(case, limit=2)
     assert set(np.flatnonzero(measured)) == {node for path in paths for node in path.nodes}
     assert (found.max_abs[measured] < 1e-3).all()
