@@ -271,3 +271,37 @@ def _spread(op: Conv | State | Attention, dirty: np.ndarray, plan: Plan, right: 
 def _within(positions: Sequence[int], window: int) -> np.ndarray:
     position = np.array(positions)
     return position[:, None] - position[None, :] < window
+
+
+def reached(plan: Plan, layers: Sequence[Layer]) -> np.ndarray:
+    """Return bool [n, n]: the token of node j reaches the output of node i, in exact arithmetic.
+
+    A data flow as `contaminated`, of tokens: what a channel lacks, or a wrong position, brings no token along.
+    """
+    tokens = np.eye(len(plan.tree), dtype=bool)
+    for layer in layers:
+        out = tokens.copy()
+        for branch in layer.branches:
+            local = tokens
+            for op in branch:
+                local = _gathered(op, local, plan)
+            out |= local
+        tokens = out
+    return tokens
+
+
+def _gathered(op: Conv | State | Attention, tokens: np.ndarray, plan: Plan) -> np.ndarray:
+    match op:
+        case Conv(width):
+            read = plan.windows(width)
+            return (tokens[np.maximum(read, 0)] & (read >= 0)[:, :, None]).any(1)
+        case State():
+            state = tokens.copy()
+            for node, source in enumerate(plan.state):
+                if source >= 0:
+                    state[node] |= state[source]
+            return state
+        case Attention(window):
+            seen = plan.mask if window is None else plan.mask & _within(plan.positions, window)
+            return tokens | (seen[:, :, None] & tokens).any(1)
+    raise TypeError(f"reached: {op!r} is none of Conv, State, Attention")
