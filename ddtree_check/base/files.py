@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+PART = ".ddtree-check-part"  # ends the name of a file that is being written
 
 
 def read_text(path: str | Path) -> str:
@@ -39,11 +43,11 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a file. A run killed meanwhile leaves the old file or the new one, never a part.
+    """Write a UTF-8 file. A run killed meanwhile leaves the old file or the new one, never a part.
 
     Raises ValueError if the file cannot be written, or is no regular file.
     """
-    with _part_of(path) as (target, part), part.open("w", encoding="utf-8") as file:
+    with _part_of(path) as (target, part), part.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -51,22 +55,49 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises ValueError, before a long run, if `write_text` could not write there."""
+    """Raise ValueError, before a long run, if `write_text` could not write there."""
     with _part_of(path) as (_, part):
-        part.touch()
+        part.touch(exist_ok=False)
+
+
+def clear_parts(folder: Path, name: str = "*") -> None:
+    """Remove what killed runs left of files that they were writing; name: a pattern of the files meant."""
+    with contextlib.suppress(OSError):
+        for part in folder.glob(f".{name}.*{PART}"):
+            pid = part.name.removesuffix(PART).rpartition(".")[2]
+            if pid.isdecimal() and not _runs(int(pid)):
+                part.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return pid != os.getpid()
 
 
 @contextlib.contextmanager
 def _part_of(path: str | Path):
-    """The file meant (a link is followed) and a file beside it to write first, gone at the end."""
+    """Yield the file meant (a link is followed) and a file beside it to write first, gone at the end."""
     target = Path(path).resolve()
     if target.exists() and not target.is_file():
         raise ValueError(f"output: {path} is not a regular file, expected the name of a file to write")
-    part = target.with_name(f".{target.name}.{os.getpid()}")
+    clear_parts(target.parent, glob.escape(target.name))
+    part = target.with_name(f".{target.name}.{os.getpid()}{PART}")
     try:
         yield target, part
     except OSError as error:
-        raise ValueError(f"output: {path} cannot be written ({error.strerror}), expected a file in a folder") from None
+        raise ValueError(f"output: {path} {unwritable(error)}") from None
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
+
+
+def unwritable(error: OSError) -> str:
+    """Return why a file cannot be written, and the next step."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    step = "make room there or name a file on another disk" if full else "expected a file in a folder"
+    return f"cannot be written ({error.strerror}), {step}"

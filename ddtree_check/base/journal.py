@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from .errors import UsageError, usage_errors
-from .files import parse_json
+from .files import parse_json, unwritable
 
 
 def read_journal(path: str | Path) -> list:
@@ -56,4 +56,4 @@ def append_journal(path: str | Path, line: dict) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise UsageError(f"journal: {path} cannot be written ({error.strerror}), expected a file in a folder") from None
+        raise UsageError(f"journal: {path} {unwritable(error)}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -39,6 +40,14 @@ class CellResult:
     seconds: float
     record: bool
 
+    def __post_init__(self):
+        kinds = {"cell": str, "verdict": str, "exit_code": int, "reason": str, "seconds": float, "record": bool}
+        for name, kind in kinds.items():
+            if type(getattr(self, name)) is not kind:
+                raise ValueError(f"cell: {name} is {getattr(self, name)!r:.40}, expected {kind.__name__}")
+        if self.exit_code not in WORDS or not 0 <= self.seconds < math.inf:
+            raise ValueError(f"cell: exit code {self.exit_code} after {self.seconds} s, expected 0 to 3 and a time")
+
     def to_json(self) -> dict:
         return asdict(self)
 
@@ -51,7 +60,17 @@ def slug(number: int, name: str) -> str:
 def run_cell(cell: Cell, record: Path, log: Path) -> CellResult:
     """Runs a cell. Its record, if it comes to one, is written to `record`, its stderr to `log`."""
     record.unlink(missing_ok=True)
-    command = [sys.executable, "-c", CHILD, *shlex.split(cell.job.command())[1:], "--json", str(record), "--quiet"]
+    # -P: a file of the current directory does not stand before the package
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        CHILD,
+        *shlex.split(cell.job.command())[1:],
+        "--json",
+        str(record),
+        "--quiet",
+    ]
     began = time.monotonic()
     with log.open("wb") as errors:
         child = subprocess.Popen(

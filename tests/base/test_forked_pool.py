@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +41,37 @@ def test_what_the_work_raises_is_raised_here_and_leaves_nothing():
         list(apart(work, range(4), 2))
     assert not multiprocessing.active_children()
     assert list(apart(str, range(2), 2)) == ["0", "1"]  # and the next work is free to start
+
+
+def test_a_worker_that_is_killed_is_one_line():
+    with pytest.raises(UsageError, match="worker: one of 2 processes was killed, .* OMP_NUM_THREADS=1"):
+        list(apart(lambda item: os.kill(os.getpid(), signal.SIGKILL), range(2), 2))
+    assert list(apart(str, range(2), 2)) == ["0", "1"]
+
+
+KILLED = """
+import os, time
+from ddtree_check.base.forked_pool import apart
+def work(item):
+    os.write(1, b"%d\\n" % os.getpid())  # in one piece
+    time.sleep(60)
+list(apart(work, range(2), 2))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_run_leaves_no_worker(how):
+    run = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    workers = [int(run.stdout.readline()) for _ in range(2)]
+    run.send_signal(how)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in (run.pid, *workers)) and time.monotonic() < deadline:
+        run.poll()
+        time.sleep(0.05)
+    left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left and run.poll() is not None
 
 
 @pytest.mark.parametrize("fault", [{}, {"forked": UNFORKED}], ids=["right", "forked-is-not"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import random
@@ -471,12 +472,78 @@ def test_a_run_that_was_stopped_goes_on_and_a_changed_one_starts_afresh():
     assert len(history.nights("reports/history.db", "gate", 9)) == 3
 
 
+def stopped_gate(text: str) -> dict:
+    """The head of the journal of a gate that was stopped before the second of its cells."""
+    with pytest.raises(KeyboardInterrupt):
+        run_gate(configured(text), run=stopping(1, []), say=str)
+    return json.loads(Path("reports/gate/journal.jsonl").read_text().splitlines()[0])
+
+
+def test_every_report_says_what_was_not_run_tonight():
+    _, found, said = night(TWO)
+    assert [cell["ran"] for cell in found["cells"]] == [True, True] and "not run tonight" not in said[-1]
+    stopped_gate(TWO)
+    code, found, said = night(TWO, freeze=True)
+    assert code == 0 and [cell["ran"] for cell in found["cells"]] == [False, True]
+    assert said[-1] == "gate gate: pass, 2 cases: 2 pass; 1 not run tonight, exit code 0"
+    for name in ("gate.json", "summary.md", "report.html"):
+        assert "not run tonight: 1 case, the first" in Path("reports/gate", name).read_text(), name
+    xml = ElementTree.parse("reports/gate/junit.xml").getroot()
+    ran = [p.get("value") for p in xml.iter("property") if p.get("name") == "ran_tonight"]
+    assert ran == ["false", "true"]
+
+
+@pytest.mark.parametrize("hours", [-25, 25, 24 * 30])
+def test_a_journal_expires(hours):
+    head = stopped_gate(TWO)
+    journal = Path("reports/gate/journal.jsonl")
+    then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=hours)
+    journal.write_text(journal.read_text().replace(head["started"], then.isoformat()))
+    ran: list[str] = []
+    run_gate(configured(TWO), run=stopping(9, ran), say=str)
+    assert len(ran) == 2
+
+
+def test_a_finished_cell_whose_record_is_gone_is_run_again():
+    stopped_gate(TWO)
+    for record in Path("reports/gate/records").iterdir():
+        record.unlink()
+    ran: list[str] = []
+    run_gate(configured(TWO), run=stopping(9, ran), say=str)
+    assert len(ran) == 2
+
+
+def test_files_of_others_stay_in_the_folder():
+    ours = [Path("reports/gate", name) for name in (".notes.7", "records/.mine.2024", ".x.ddtree-check-part")]
+    left = Path("reports/gate/.gate.json.4194304999.ddtree-check-part")  # no process has this number
+    left.parent.joinpath("records").mkdir(parents=True)
+    for path in (*ours, left):
+        path.write_text("theirs")
+    night()
+    assert all(path.read_text() == "theirs" for path in ours) and not left.exists()
+
+
+def test_no_file_of_the_current_directory_stands_before_the_package(here, monkeypatch):
+    (here / "json.py").write_text("raise SystemExit(0)\n")
+    (here / "ddtree_check.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    result = run_cell(Cell("x", Job(model="none-such-model"), 120.0), here / "record.json", here / "log")
+    assert (result.verdict, result.exit_code) == ("error", 3) and "no weights for 'none-such-model'" in result.reason
+
+
 def test_a_broken_journal_starts_afresh():
     text = "[matrix]\nbudget = [2]\n"
     Path("reports/gate").mkdir(parents=True)
-    for broken in (b"\xff\n", b"{}\n", b"[]\n", b'{"fingerprint": 3}\n{"cell": 1}\n', b"no json\n"):
-        Path("reports/gate/journal.jsonl").write_bytes(broken)
-        assert run_gate(configured(text), run=run_by_hand, say=str) == 0
+    head = stopped_gate(text.replace("[2]", "[2, 3]"))
+    head |= {"fingerprint": fingerprint(configured(text))}
+    cell = {"cell": "tiny-qwen3_5/code/2", "verdict": "pass", "exit_code": 0, "reason": "", "seconds": 1.0}
+    changes = ({"seconds": [2]}, {"seconds": float("nan")}, {"verdict": [1, 2]}, {"exit_code": 9}, {"cell": 3})
+    odd = [json.dumps(head) + "\n" + json.dumps(cell | {"record": True} | change) + "\n" for change in changes]
+    odd += [json.dumps(head | {"started": when}) + "\n" for when in (3, "r", "2026-01-01")]
+    for broken in ("\xff\n", "{}\n", "[]\n", '{"fingerprint": 3}\n{"cell": 1}\n', "no json\n", *odd):
+        Path("reports/gate/journal.jsonl").write_bytes(broken.encode("latin-1"))
+        ran: list[str] = []
+        assert run_gate(configured(text), run=stopping(9, ran), say=str) == 0 and len(ran) == 1, broken
 
 
 def test_one_gate_at_a_time_in_a_folder():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -18,12 +20,12 @@ from ddtree_check.flows.drafting import stand_in
 from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.report.blackbox import render
 from ddtree_check.server.api import Api, Failed, clean_url
-from ddtree_check.server.judge import Rule, verdict
+from ddtree_check.server.judge import Rule, conclude, verdict
 from ddtree_check.server.run import Settings, run_servers
 from ddtree_check.tree.accept import greedy_walk
 from ddtree_check.tree.case import Prompt
 from ddtree_check.tree.drafts.best_first import best_first
-from tests.toy_server import Toy, serving
+from tests.toy_server import Toy, dripping, serving
 
 PROMPTS = [Prompt(f"p{n}", f"hello {'abc'[n % 3] * n}d") for n in range(4)]
 SETTINGS = Settings(tokens=20)
@@ -75,18 +77,48 @@ def test_a_leak_that_keeps_the_tokens_is_seen():
 
 
 def test_a_leak_below_the_bound_of_a_token_is_seen_in_the_median():
-    """One large difference of the reference to itself hides every token, and not half of them."""
-    rule = Rule(factor=4.0, resolution=1e-3)
-    from ddtree_check.server.judge import conclude
-
+    """Ten large differences of the reference to itself hide every token, and not half of them."""
     position = {"token": "a", "chosen": "a", "delta": 0.05, "regret": 0.0, "margin": 1.0, "cut": False}
     one = {"tokens": 40, "same_text": True, "first": None, "positions": [position] * 40, "ending": None}
-    prompt = {"id": "p", "reason": None, "own": [1e-4] * 39 + [0.5], "control": [1e-4], "runs": [one]}
-    found = conclude([prompt], rule)
+    prompt = measured([one], own=[1e-4] * 30 + [0.02] * 10)
+    found = conclude([prompt], Rule())
     assert found["counts"]["pass"] == 40 and found["exit_code"] == 1
     assert "half of all tokens are off by 0.05 nats" in found["verdict"]["reasons"][0]
     quiet = one | {"positions": [position | {"delta": 3e-4}] * 40}
-    assert conclude([prompt | {"runs": [quiet]}], rule)["exit_code"] == 0
+    assert conclude([prompt | {"runs": [quiet]}], Rule())["exit_code"] == 0
+
+
+def measured(runs, own, changed=0):
+    """A prompt as `run.measure` leaves it; changed: the reference's own tokens of 40 that are not its first."""
+    counts = {"reference": changed, "tokens": 40}
+    return {"id": "p", "reason": None, "own": own, "changed": counts, "control": [1e-4], "runs": runs}
+
+
+def test_one_number_of_the_reference_that_is_far_off_hides_no_flip():
+    flip = {"token": "b", "chosen": "a", "delta": 1e-4, "regret": 1.0, "margin": 1.0, "cut": False}
+    one = {"tokens": 40, "same_text": False, "first": 0, "positions": [flip] * 40, "ending": None}
+    found = conclude([measured([one], [1e-4] * 199 + [0.9])], Rule())
+    assert found["exit_code"] == 1 and found["counts"]["flip"] == 40 and found["band"]["largest"] == 0.9
+    stray = one | {"positions": [flip | {"regret": 0.0}] * 39 + [flip]}  # as often as the reference strays from itself
+    assert conclude([measured([stray], [1e-4] * 199 + [0.9])], Rule())["exit_code"] == 2
+    assert conclude([measured([stray], [1e-4] * 200)], Rule())["exit_code"] == 1
+
+
+def test_ties_are_held_against_those_of_the_reference():
+    """The second of two near tokens, each time, is no noise where the reference takes the first each time."""
+    tie = {"token": "b", "chosen": "a", "delta": 0.01, "regret": 0.05, "margin": 0.06, "cut": False}
+    one = {"tokens": 40, "same_text": False, "first": 0, "positions": [tie] * 40, "ending": None}
+    found = conclude([measured([one, one], [0.01] * 40)], Rule())
+    assert found["counts"]["tie"] == 80 and found["ties"]["server"] == 40 and found["exit_code"] == 2
+    assert "40 ties in 40 tokens, where the reference itself has 0 in 40" in found["verdict"]["reasons"][0]
+    assert conclude([measured([one, one], [0.01] * 40, changed=35)], Rule())["exit_code"] == 0
+
+
+def test_noise_in_which_a_wrong_token_is_a_tie_leaves_nothing_to_judge():
+    noisy = {"noise": 0.8}
+    record = run(Toy(**noisy, wrong=dict.fromkeys(range(20), 1)), Toy(**noisy))
+    assert record["exit_code"] == 2 and "exceeds the reference's median margin" in record["verdict"]["reasons"][0]
+    assert run(Toy(noise=1e-3, wrong=dict.fromkeys(range(20), 1)), Toy(noise=1e-3))["exit_code"] == 1
 
 
 def test_a_near_tie_that_goes_the_other_way_is_a_tie():
@@ -162,8 +194,7 @@ FAULTS = [
         id="nan",
     ),
     pytest.param("truncated", "RemoteProtocolError", id="truncated"),
-    pytest.param(1.0, "ReadTimeout", id="slow"),
-    pytest.param("drip", "no whole answer within 0.3 s", id="drip"),
+    pytest.param(1.0, "no whole answer within 0.3 s", id="slow"),
 ]
 
 
@@ -314,25 +345,115 @@ def test_bad_input_is_one_line(words, said, prompts, capsys):
 
 def test_a_key_is_sent_and_shown_nowhere(prompts, capsys, monkeypatch):
     monkeypatch.setenv("TOY_KEY", "secret-key")
-    with serving(Toy(fail=lambda _: (401, b"no key"))) as ours, serving(Toy()) as theirs:
+    with serving(Toy(fail=lambda _: (401, b"no secret-key"))) as ours, serving(Toy()) as theirs:
         line = ["server", "--base-url", ours, "--reference-url", theirs, "--prompts", prompts]
         assert cli.main([*line, "--api-key-env", "TOY_KEY"]) == 3
     error = capsys.readouterr().err
-    assert "status 401" in error and "secret-key" not in error
+    assert "status 401: no ***" in error and "secret-key" not in error
     assert (
         clean_url("x", "http://host:1/v1/") == "http://host:1/v1"
         and clean_url("x", "https://h/api") == "https://h/api/v1"
     )
 
 
-def test_a_drip_is_stopped_in_time():
-    with serving(Toy(fail=lambda _: "drip")) as url:
-        api = Api("base-url", url, model="toy", timeout=0.3, retries=0)
+DRIPS = {
+    "body": ("HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n", " "),
+    "headers": ("HTTP/1.1 200 OK\r\n", "x-a: b\r\n"),
+    "one-header": ("HTTP/1.1 200 OK\r\nx-a: ", "b"),
+    "hints": ("", "HTTP/1.1 103 Early Hints\r\n\r\n"),
+    "chunk-extensions": ("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5;", "x"),
+    "chunks": ("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", "1\r\n \r\n"),
+    "silence": ("", ""),
+}
+
+
+@pytest.mark.parametrize("key", ["secret-key", 'sec"ret\\key'])
+def test_a_key_that_comes_back_is_hidden(key, prompts, tmp_path, capsys, monkeypatch):
+    """A proxy that shows the header: as an error, in broken JSON, and as a text that escapes it."""
+    monkeypatch.setenv("TOY_KEY", key)
+    escaped = "".join(f"\\u{ord(letter):04x}" for letter in key)
+    scores = (
+        f'{{"tokens": ["{escaped}"], "token_logprobs": [-0.1], "top_logprobs": [{{{json.dumps(key)}: -0.1, "b": -3}}]}}'
+    )
+    whole = f'{{"choices": [{{"text": "{escaped}", "logprobs": {scores}, "finish_reason": "length"}}]}}'.encode()
+    bad = {1: (500, key.encode()), 2: (200, f'["{key}"'.encode()), 3: (200, json.dumps({key: 1}).encode())}
+    record, journal = tmp_path / "run.json", tmp_path / "journal.jsonl"
+    with serving(Toy(fail=lambda number: bad.get(number, (200, whole)))) as ours, serving(Toy()) as theirs:
+        urls = [f"{ours}/?api-key={key}", f"{theirs}/v1#{key}"]
+        line = ["server", "--base-url", urls[0], "--reference-url", urls[1], "--prompts", prompts, "--tokens", "4"]
+        line += ["--json", str(record), "--journal", str(journal), "--api-key-env", "TOY_KEY", "--retries", "1"]
+        assert cli.main([*line, "--force", "steps", "--concurrency", "1"]) in (1, 2)
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err, record.read_text(), journal.read_text()):
+        assert key not in text and json.dumps(key)[1:-1] not in text
+    assert "***" in record.read_text() and "***" in shown.out
+
+
+@pytest.mark.parametrize("key", ["a\nb", "schlüssel", "a b", "a\x00"])
+def test_a_key_that_no_header_can_hold_is_refused_unseen(key, prompts, capsys, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"TOY_KEY": key})
+    line = ["server", "--base-url", "http://127.0.0.1:1", "--reference-url", "http://127.0.0.1:2"]
+    assert cli.main([*line, "--prompts", prompts, "--api-key-env", "TOY_KEY", "--retries", "0"]) == 3
+    error = capsys.readouterr().err
+    assert "expected printable ASCII" in error and key not in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://me:s3cret@host",
+        "http://[bad?s3cret",
+        "http://h:99999/?k=s3cret",
+        "nowhere?k=s3cret",
+        "http://h\n/#s3cret",
+    ],
+)
+def test_an_address_that_cannot_be_used_is_shown_without_its_secrets(url):
+    with pytest.raises(UsageError, match="expected an address such as") as error:
+        clean_url("base-url", url)
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_model_that_is_no_text_is_one_line(prompts, capsys):
+    toy = Toy(models=b'{"data": [{"id": 3}]}')
+    with serving(toy) as ours, serving(Toy()) as theirs:
+        line = ["server", "--base-url", ours, "--reference-url", theirs, "--prompts", prompts, "--retries", "0"]
+        assert cli.main(line) == 3
+    assert "model 3, expected a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.02], ids=["at-once", "dripped"])
+@pytest.mark.parametrize("kind", DRIPS)
+def test_a_drip_is_stopped_in_time(kind, pause):
+    with dripping(*map(str.encode, DRIPS[kind]), pause) as url:
+        api = Api("base-url", url, model="toy", timeout=0.4, retries=0)
         began = time.monotonic()
         with pytest.raises(Failed):
             api.complete("a", 1, 2)
         assert time.monotonic() - began < 2
         api.close()
+
+
+def test_a_compressed_answer_is_not_unpacked():
+    bomb = gzip.compress(b" " * 2**24)
+    head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(bomb)}\r\n\r\n".encode()
+    with dripping(head + bomb, b"", 0.1) as url:
+        api = Api("base-url", url, model="toy", timeout=5.0, retries=0)
+        with pytest.raises(Failed, match="in the encoding 'gzip', expected none"):
+            api.complete("a", 1, 2)
+        api.close()
+
+
+def test_who_waits_is_let_go_when_the_run_is_closed():
+    """A pause between two attempts, and a request that is under way."""
+    for server in (Toy(fail=lambda _: (503, b"")), Toy(fail=lambda _: 5.0)):
+        with serving(server) as url:
+            api = Api("base-url", url, model="toy", retries=9)
+            threading.Timer(0.5, api.close).start()
+            began = time.monotonic()
+            with pytest.raises(Failed):
+                api.complete("a", 1, 2)
+            assert time.monotonic() - began < 2
 
 
 # --- a model behind both servers --------------------------------------------------------------------------------------

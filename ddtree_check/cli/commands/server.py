@@ -65,7 +65,7 @@ def server(
     finally:
         ours.close()
         theirs.close()
-    record |= {"command": _command(given)}
+    record |= {"command": _command(given | {"base_url": ours.url, "reference_url": theirs.url})}
     if json is not None:
         write_record(json, record)
     show_text(render(record, width(), quiet))
