@@ -1,6 +1,6 @@
 """Every block of the documentation runs, or says what it needs; what cannot run here is parsed all the same.
 
-    ```console            lines that begin with "$ " run, in a folder of their own that looks like the root of a clone; the
+    ```console            lines that begin with "$ " run, in a folder of their own like the root of a clone; the
                           lines between them must occur in what is printed; "# exit 1" says which exit code is expected
     ```console slow       the same under the marker slow
     ```console needs=gpu  not run: needs a gpu, a hub, a server, a package index or hours; its options are parsed
