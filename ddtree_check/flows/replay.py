@@ -367,10 +367,10 @@ def _judge_step(engine, step: Step, found: Reference, layers, settings: Settings
         across=found.across,
         library_unforked=_library(engine, step, settings),
     )
-    outcome = judge_case(runs, layers, settings, dtype, problem)
+    outcome = judge_case(runs, layers, settings.rule, settings.control, dtype, problem)
     if found.across is not None and not problem and _off_at_root(outcome):
         problem = OTHER
-        outcome = judge_case(runs, layers, settings, dtype, problem)
+        outcome = judge_case(runs, layers, settings.rule, settings.control, dtype, problem)
     return outcome, problem or next(iter(mismatch.values()), None)
 
 
