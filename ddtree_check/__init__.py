@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .check import check
-    from .engines import Engine, load_engine
+    from .engines import Engine
+    from .engines.registry import load_engine
     from .settings import Item, Settings
     from .trace import TraceWriter, read_trace
     from .tree import DraftTree
@@ -22,7 +23,7 @@ PLACES = {  # of what is public; imported when it is asked for, so that torch is
     "DraftTree": "tree:DraftTree",
     "Wiring": "wiring:Wiring",
     "Engine": "engines:Engine",
-    "load_engine": "engines:load_engine",
+    "load_engine": "engines.registry:load_engine",
     "TraceWriter": "trace:TraceWriter",
     "read_trace": "trace:read_trace",
 }

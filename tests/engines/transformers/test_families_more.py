@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from ddtree_check.base.errors import Unsupported
 from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.engines.transformers import engine as host_module
-from ddtree_check.engines.transformers.engine import Prefix, TransformersEngine
+from ddtree_check.engines.transformers.engine import TransformersEngine
 from ddtree_check.engines.transformers.loading import build_random
+from ddtree_check.engines.transformers.passes import Prefix
 from ddtree_check.model.families import FAMILIES, UNSUPPORTED, find_family
 from ddtree_check.model.small_shapes import SHAPES
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Conv, State, Wiring, contaminated
