@@ -168,7 +168,7 @@ class Job(Target, Prompts, Sources, Besides, Stored, Saved):
         chosen |= {**self.settings, **(self.rounds or {})}
         if self.trace is not None or self.tree is not None:  # such a tree has the size that it has
             chosen.pop("budgets", None)
-        every = offered(self.verb, (*RUN, Stored))
+        every = sorted(offered(self.verb, (*RUN, Stored)), key=lambda each: each.argument)
         words = [each.words(chosen[each.name], self.verb) for each in every if each.name in chosen]
         return shlex.join(["ddtree-check", self.verb, *itertools.chain(*words)])
 
