@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from ddtree_check.engines.loading import build_random
 from ddtree_check.engines.transformers import TransformersEngine
 from ddtree_check.tiny import SHAPES, VOCAB
 from ddtree_check.tree import DraftTree
+from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Wiring
 
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
 PLAIN = ("llama", "qwen3")
@@ -32,6 +34,41 @@ def tree(name: str = "random", nodes: int = 16, *, order: str = "heap", seed: in
     return shape(name, nodes, vocab=VOCAB, seed=seed, order=order, root=root)
 
 
+# What mixers are held to: every shape, size and order, and a state that comes from anywhere before a row.
+TREES = {
+    f"{name}-{nodes}-{order}": tree(name, nodes, order=order, seed=3)
+    for name, nodes, order in (
+        ("chain", 1, "heap"),
+        ("chain", 64, "heap"),
+        ("star", 16, "heap"),
+        ("kary", 16, "depth"),
+        ("kary", 64, "breadth"),
+        ("comb", 16, "heap"),
+        ("comb", 64, "depth"),
+        ("random", 16, "breadth"),
+        ("random", 64, "heap"),
+        ("random", 64, "depth"),
+    )
+}
+
+
+def _dropped(tree: DraftTree) -> tuple[int, ...]:
+    return (BLANK, *tree.parents[1:])
+
+
+def _drawn(tree: DraftTree) -> tuple[int, ...]:
+    return tuple((node * 7919) % (node + 1) - 1 for node in range(len(tree)))
+
+
+def _blank_inside(tree: DraftTree) -> tuple[int, ...]:
+    return tuple(BLANK if node == len(tree) // 2 else parent for node, parent in enumerate(tree.parents))
+
+
+DROPPED = Wiring("dropped start", state=_dropped, conv=_dropped)
+WRONG = (UNFORKED, DROPPED, Wiring("blank inside", state=_blank_inside), Wiring("drawn", state=_drawn))
+WIRINGS = (FORKED, *WRONG)
+
+
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
 
@@ -44,3 +81,29 @@ def nan_at_the_root(logits: torch.Tensor, tree: DraftTree, wiring) -> torch.Tens
 def off(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Largest |difference| of each row; inf where there is a NaN."""
     return torch.nan_to_num((a.double() - b.double()).abs(), nan=torch.inf).amax(-1)
+
+
+def folded(step, start: torch.Tensor, rows: Sequence[torch.Tensor], sources: Sequence[int]):
+    """Run a step over the nodes of a wiring, one after the other, and return states and outputs, each [n, ...].
+
+    start: the state that -1 means. rows: tensors with one row a node, in the order that `step` takes them.
+    """
+    states, outputs = [], []
+    for node, source in enumerate(sources):
+        before = torch.zeros_like(start) if source == BLANK else states[source] if source >= 0 else start
+        state, output = step(before, *(row[node] for row in rows))
+        states.append(state)
+        outputs.append(output)
+    return torch.stack(states), torch.stack(outputs)
+
+
+def folded_by_head(step, start: torch.Tensor, rows: Sequence[torch.Tensor], sources: Sequence[int]):
+    """Run `folded` for every head: start [h, ...], rows [h, n, ...] give states [n, h, ...] and outputs [h, n, ...]."""
+    heads = [folded(step, first, inputs, sources) for first, *inputs in zip(start, *rows, strict=True)]
+    states, outputs = zip(*heads, strict=True)
+    return torch.stack(states, dim=1), torch.stack(outputs)
+
+
+def farthest(scan, output: torch.Tensor, states: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Largest |difference| of a scan's output and of its states at these nodes; inf where there is a NaN."""
+    return max(off(scan.output, output).max(), *(off(scan.state(node), state).max() for node, state in states))

@@ -1,21 +1,16 @@
 """The gated delta rule and the causal convolution: the closed tree forms against the fold of the formula."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 
-from ddtree_check.mixers import causal_conv, decay, fold, gated_delta
-from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Wiring
-from tests.models import tree
+from ddtree_check.mixers import causal_conv, decay, gated_delta
+from ddtree_check.wiring import FORKED, UNFORKED
+from tests.models import DROPPED, TREES, WIRINGS, WRONG, farthest, folded, folded_by_head, off, tree
 
 HEADS, K, V, D, W = 3, 8, 6, 5, 4
-DROPPED = Wiring("dropped start", state=lambda t: (BLANK, *t.parents[1:]), conv=lambda t: (BLANK, *t.parents[1:]))
-WIRINGS = [pytest.param(w, id=w.name.replace(" ", "-")) for w in (FORKED, UNFORKED, DROPPED)]
-TREES = [
-    pytest.param(tree(name, nodes, order=order, seed=3), id=f"{name}-{nodes}-{order}")
-    for name in ("chain", "kary", "comb", "star", "random")
-    for nodes in (1, 16, 64)
-    for order in ("heap", "breadth", "depth")
-]
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -31,20 +26,19 @@ def delta_inputs(n, dtype, *, decay=0.5):
 
 
 def delta_fold(start, q, k, v, log_decay, beta, sources, step=gated_delta.step):
-    states, out = fold(torch.vmap(step), start, [x.transpose(0, 1) for x in (q, k, v, log_decay, beta)], sources)
-    return states, out.transpose(0, 1)
+    return folded_by_head(step, start, (q, k, v, log_decay, beta), sources)
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("wiring", WIRINGS)
-@pytest.mark.parametrize("case", TREES)
-def test_closed_form_equals_the_fold(case, wiring, dtype):
-    inputs, sources = delta_inputs(len(case), dtype), wiring.plan(case).state
-    scan = gated_delta.tree_form(*inputs, sources)
-    states, out = delta_fold(*inputs, sources)
-    assert scan.output.dtype == dtype
-    error = max((scan.output - out).abs().max(), *((scan.state(i) - s).abs().max() for i, s in enumerate(states)))
-    assert error <= BOUND[dtype], f"off by {error:.2e}"
+def test_closed_form_equals_the_fold():
+    wrong = []
+    for (name, case), wiring, dtype in product(TREES.items(), WIRINGS, BOUND):
+        inputs, sources = delta_inputs(len(case), dtype), wiring.plan(case).state
+        scan = gated_delta.tree_form(*inputs, sources)
+        states, out = delta_fold(*inputs, sources)
+        error = farthest(scan, out, enumerate(states))
+        if scan.output.dtype != dtype or not error <= BOUND[dtype]:
+            wrong.append(f"{name}, {wiring.name}, {dtype}: off by {error:.2e} in {scan.output.dtype}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_step_is_the_textbook_matrix_form():
@@ -84,7 +78,7 @@ def test_dropped_start_and_wrong_source_are_told_apart():
     case = tree("random", 16)
     inputs = delta_inputs(len(case), torch.float64)
     right = gated_delta.tree_form(*inputs, case.parents).output
-    for wiring in (DROPPED, UNFORKED):
+    for wiring in WRONG:
         assert (gated_delta.tree_form(*inputs, wiring.plan(case).state).output - right).abs().max() > 1e-2
 
 
@@ -110,15 +104,15 @@ def test_decays_of_several_requests_are_those_of_each():
         assert torch.allclose(getattr(both, name), torch.stack([getattr(one, name) for one in alone]), atol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("case", TREES)
-def test_clean_rows_agree_bit_for_bit(case, dtype):
-    inputs = delta_inputs(len(case), dtype)
-    forked, unforked = (gated_delta.tree_form(*inputs, w.plan(case).state).output for w in (FORKED, UNFORKED))
-    clean = list(case.clean)
-    assert torch.equal(forked[:, clean], unforked[:, clean])
-    if not case.is_chain:
-        assert not torch.equal(forked, unforked)
+def test_clean_rows_agree_bit_for_bit():
+    wrong = []
+    for (name, case), dtype in product(TREES.items(), BOUND):
+        inputs, clean = delta_inputs(len(case), dtype), list(case.clean)
+        forked, unforked = (gated_delta.tree_form(*inputs, w.plan(case).state).output for w in (FORKED, UNFORKED))
+        equal = torch.equal(forked[:, clean], unforked[:, clean]), torch.equal(forked, unforked)
+        if equal != (True, case.is_chain):
+            wrong.append(f"{name}, {dtype}: clean rows, all rows equal: {equal}")
+    assert not wrong, "\n".join(wrong)
 
 
 def conv_inputs(n, dtype, kept=W):
@@ -129,16 +123,19 @@ def conv_inputs(n, dtype, kept=W):
     return [x.to(dtype) for x in (committed, rows, weight, bias)]
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3, 4], ids="kept-{}".format)
-@pytest.mark.parametrize("wiring", WIRINGS)
-@pytest.mark.parametrize("case", TREES)
-def test_convolution_over_a_tree_equals_its_fold(case, wiring, kept):
-    committed, rows, weight, bias = conv_inputs(len(case), torch.float64, kept)
-    plan = wiring.plan(case)
-    got = causal_conv.tree_form(committed, rows, weight, bias, plan.windows(W))
-    start = torch.cat([torch.zeros(D, W, dtype=torch.float64), committed], 1)[:, -(W - 1) :].T
-    _, want = fold(lambda window, x: causal_conv.step(window, x, weight, bias), start, [rows.T], plan.conv)
-    torch.testing.assert_close(got, want.T, rtol=0, atol=1e-14)
+def test_convolution_over_a_tree_equals_its_fold():
+    wrong = []
+    for (name, case), wiring, kept in product(TREES.items(), (FORKED, UNFORKED, DROPPED), (0, 1, 3, 4)):
+        committed, rows, weight, bias = conv_inputs(len(case), torch.float64, kept)
+        plan = wiring.plan(case)
+        got = causal_conv.tree_form(committed, rows, weight, bias, plan.windows(W))
+        start = torch.cat([torch.zeros(D, W, dtype=torch.float64), committed], 1)[:, -(W - 1) :].T
+        step = partial(causal_conv.step, weight=weight, bias=bias)
+        _, want = folded(step, start, [rows.T], plan.conv)
+        error = off(got, want.T).max()
+        if got.dtype != torch.float64 or not error <= 1e-14:
+            wrong.append(f"{name}, {wiring.name}, {kept} kept: off by {error:.2e} in {got.dtype}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_shifted_window_is_told_apart():

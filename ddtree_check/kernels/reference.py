@@ -56,7 +56,7 @@ def expected(call: Call, request: int, sources: Sequence[int]) -> Expected:
     law = law_of(call)
     initial = law.initial(call, request)
     inputs = law.inputs(call, request, len(sources))
-    carry, out = fold(law.step(call), initial, inputs, sources, batched=True)
+    carry, out = fold(law.step(call), initial, inputs, sources)
     return Expected(out[:, 0], out[:, 1], law.lay(carry[:, 0]), SLACK * law.lay(carry[:, 1]), carry, initial)
 
 

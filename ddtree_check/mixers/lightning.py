@@ -73,5 +73,5 @@ def folded(initial, q, k, v, log_decay, sources: Sequence[int]) -> Fold:
         state = log_decay.exp()[:, None, None] * state + k[..., None] @ v[..., None, :]
         return state, (q[..., None, :] @ state)[..., 0, :]
 
-    states, output = fold(heads, initial, [x.movedim(-2, 0) for x in (q, k, v)], sources, batched=True)
+    states, output = fold(heads, initial, [x.movedim(-2, 0) for x in (q, k, v)], sources)
     return Fold(output.movedim(0, -2), states)

@@ -50,7 +50,7 @@ def tree_form(initial, x, dt, a, b, c, d, sources: Sequence[int]) -> TreeScan:
     """
     kept = (dt[..., None] * a).exp()
     written = (dt[..., None] * b[:, None, :]) * x[..., None]
-    states, _ = fold(_advance, initial, (kept, written), sources, batched=True)
+    states, _ = fold(_advance, initial, (kept, written), sources)
     read = states.to(c.dtype) @ c[..., None]
     return TreeScan(read[..., 0] + d * x, states)
 

@@ -43,5 +43,5 @@ def tree_form(initial, x, decay, sources: Sequence[int]) -> TreeScan:
 
     initial [..., d]; x, decay [..., n, d]; sources as in `Plan.state`. Computes in the dtype it is given.
     """
-    _, output = fold(step, initial, (x.movedim(-2, 0), decay.movedim(-2, 0)), sources, batched=True)
+    _, output = fold(step, initial, (x.movedim(-2, 0), decay.movedim(-2, 0)), sources)
     return TreeScan(output.movedim(0, -2))
