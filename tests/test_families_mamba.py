@@ -63,16 +63,17 @@ def check_forked(family, dtype, length, nodes, mixers="library"):
         assert torch.equal(wanted.argmax(-1), forked.argmax(-1))
 
 
-@pytest.mark.parametrize(("length", "nodes"), [(1, 16), (3, 16), (37, 64)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forked_equals_decoding_in_float32(family, length, nodes):
-    check_forked(family, "float32", length, nodes)
-
-
-@pytest.mark.parametrize(("mixers", "length"), [("library", 3), ("own", 37)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forked_equals_decoding_in_float64(family, mixers, length):
-    check_forked(family, "float64", length, 16, mixers)
+def test_forked_equals_decoding(family, subtests):
+    for dtype, mixers, length, nodes in (
+        ("float32", "library", 1, 16),
+        ("float32", "library", 3, 16),
+        ("float32", "library", 37, 64),
+        ("float64", "library", 3, 16),
+        ("float64", "own", 37, 16),
+    ):
+        with subtests.test(dtype=dtype, mixers=mixers, length=length):
+            check_forked(family, dtype, length, nodes, mixers)
 
 
 @pytest.mark.slow
@@ -148,49 +149,54 @@ WIRINGS = (
 )  # fmt: skip
 
 
-def check_law(family, wiring, cases, length=7):
+def check_law(host, prefix, case, right, wiring):
     """What the data flow names and nothing else moves, in float64; rows that read the same agree bit for bit."""
+    run = host.verify(prefix, case, wiring)
+    moved = set(torch.nonzero(off(right, run.logits) > 1e-7 * std(right)).flatten().tolist())
+    dirty = contaminated(run.plan, host.layers)
+    near = {node for node in dirty if run.plan.rows_since_skip(node) <= 2}
+    assert near <= moved <= dirty, f"unmoved {sorted(near - moved)}, unexpected {sorted(moved - dirty)}"
+    clean = sorted(set(range(len(case))) - dirty)
+    if host.exact_control:
+        assert torch.equal(right[clean], run.logits[clean])
+    if case.is_chain:
+        assert not dirty and torch.equal(right, run.logits)
+
+
+def check_laws(family, cases, subtests, length=7):
     host = engine(family, "float64")
     prefix = host.prefill(prompt(length))
     for case in cases:
-        right, run = host.verify(prefix, case, FORKED).logits, host.verify(prefix, case, wiring)
-        moved = set(torch.nonzero(off(right, run.logits) > 1e-7 * std(right)).flatten().tolist())
-        dirty = contaminated(run.plan, host.layers)
-        near = {node for node in dirty if run.plan.rows_since_skip(node) <= 2}
-        assert near <= moved <= dirty, f"unmoved {sorted(near - moved)}, unexpected {sorted(moved - dirty)}"
-        clean = sorted(set(range(len(case))) - dirty)
-        if host.exact_control:
-            assert torch.equal(right[clean], run.logits[clean])
-        if case.is_chain:
-            assert not dirty and torch.equal(right, run.logits)
+        right = host.verify(prefix, case, FORKED).logits
+        for wiring in WIRINGS:
+            with subtests.test(wiring=wiring.name, parents=case.parents):
+                check_law(host, prefix, case, right, wiring)
 
 
 DRAWN = [("random", 16, "heap"), ("comb", 16, "depth"), ("kary", 16, "breadth"), ("chain", 16, "heap")]
 
 
-@pytest.mark.parametrize("wiring", WIRINGS, ids=lambda wiring: wiring.name)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_channel_leaks_where_the_law_says(family, wiring):
-    check_law(family, wiring, [tree(name, nodes, order=order, seed=4) for name, nodes, order in DRAWN])
-    ops = [op for layer in engine(family, "float64").layers for branch in layer.branches for op in branch]
-    attention = [op for op in ops if isinstance(op, Attention)]
-    case = tree("random", 16, seed=4)
-    dirty = contaminated(wiring.plan(case), engine(family, "float64").layers)
-    if wiring.name == "mask=flat":
-        assert bool(dirty) == bool(attention)
-    elif wiring.name == "positions=flat":
-        assert bool(dirty) == any(op.positional for op in attention)
-    else:
-        assert dirty == set(range(len(case))) - set(case.clean)
+def test_each_channel_leaks_where_the_law_says(family, subtests):
+    check_laws(family, [tree(name, nodes, order=order, seed=4) for name, nodes, order in DRAWN], subtests)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_law_names_the_nodes_of_a_channel_that_a_family_has(family):
+    layers, case = engine(family, "float64").layers, tree("random", 16, seed=4)
+    attention = [op for layer in layers for branch in layer.branches for op in branch if isinstance(op, Attention)]
+    dirty = {wiring.name: contaminated(wiring.plan(case), layers) for wiring in WIRINGS}
+    assert bool(dirty.pop("mask=flat")) == bool(attention)
+    assert bool(dirty.pop("positions=flat")) == any(op.positional for op in attention)
+    assert len(dirty) == 3 and set(dirty.values()) == {frozenset(range(len(case))) - set(case.clean)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wiring", WIRINGS, ids=lambda wiring: wiring.name)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_channel_leaks_where_the_law_says_on_many_trees(family, length, wiring):
+def test_each_channel_leaks_where_the_law_says_on_many_trees(family, length, subtests):
     cases = [tree("random", nodes, order=order, seed=seed) for nodes in (16, 64) for order in ORDERS for seed in (1, 2)]
-    check_law(family, wiring, cases, length)
+    check_laws(family, cases, subtests, length)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -206,15 +212,16 @@ def test_unforked_flips_and_moves_far_in_float32(family):
     assert (off(ar, run.logits) <= 1e-4 * std(ar))[clean].all()
 
 
-@pytest.mark.parametrize("wiring", [DROPPED, TWO_BACK], ids=lambda wiring: wiring.name)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_dropped_state_and_a_wrong_source_are_red(family, wiring):
+def test_a_dropped_state_and_a_wrong_source_are_red(family, subtests):
     host = engine(family)
     prefix, case, ar = decoded(family, "float32", "library", 3, 16)
-    run = host.verify(prefix, case, wiring)
-    moved = off(ar, run.logits) > 1e-2 * std(ar)
-    assert set(torch.nonzero(moved).flatten().tolist()) <= contaminated(run.plan, host.layers)
-    assert moved.sum() > len(case) / 2
+    for wiring in (DROPPED, TWO_BACK):
+        with subtests.test(wiring=wiring.name):
+            run = host.verify(prefix, case, wiring)
+            moved = off(ar, run.logits) > 1e-2 * std(ar)
+            assert set(torch.nonzero(moved).flatten().tolist()) <= contaminated(run.plan, host.layers)
+            assert moved.sum() > len(case) / 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,9 +245,14 @@ def test_every_recurrent_layer_moves_the_logits(family):
             assert moved >= 100 * floor, f"layer {index}: {moved:.1e}, floor {floor:.1e}"
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_commit_is_a_prefill_of_the_path(family, length):
+def test_a_commit_is_a_prefill_of_the_path(family, subtests):
+    for length in LENGTHS:
+        with subtests.test(length=length):
+            check_commit(family, length)
+
+
+def check_commit(family, length):
     host = engine(family)
     prefix, case = host.prefill(prompt(length)), tree("random", 16, seed=length)
     run = host.verify(prefix, case, FORKED)

@@ -13,7 +13,7 @@ from tests.models import make_engine, off, prompt, tree
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_forked_and_leaks_unforked(family):
-    row = survey(family, nodes=16)
+    row = survey(family, nodes=8)
     recurrent = set(row["layers"]) - {"attention"}
     assert row["exit_code"] == 0 and row["modes"]["tree_forked"] == "pass"
     assert row["modes"]["tree_unforked"] == ("fail" if recurrent else "pass")
@@ -44,7 +44,7 @@ def test_an_unknown_family_is_refused(capsys):
 def test_the_oracle_knows_every_family(family):
     """Against float64 through our mixers ar and forked are off by rounding, unforked by more."""
     host = make_engine(family)
-    exact, case, tokens = host.exact(), tree("random", 16), prompt(12)
+    exact, case, tokens = host.exact(), tree("random", 8), prompt(12)
     want = exact.decode(exact.prefill(tokens), case)
     prefix = host.prefill(tokens)
     spread = want.std(-1)
