@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -105,7 +106,10 @@ def outcome(folder: Path) -> dict:
     assert (out / "report.html").read_text().rstrip().endswith("</html>") and (out / "summary.md").read_text()
     for name in ("run", "started", "frozen", "records", "config", "baseline"):
         found.pop(name)
-    found["notes"] = [note.replace(str(folder), "") for note in found["notes"]]
+    found["notes"] = [n.replace(str(folder), "") for n in found["notes"] if not n.startswith("not run tonight: ")]
+    found["line"] = re.sub("; [0-9]+ not run tonight", "", found["line"])
+    for cell in found["cells"]:
+        cell.pop("ran")
     with contextlib.closing(sqlite3.connect(folder / "history.db")) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         counts = [db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("runs", "cells", "metrics")]

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from ddtree_check.draft import shape
-from ddtree_check.engines.loading import build_random
-from ddtree_check.engines.transformers import TransformersEngine
-from ddtree_check.tiny import SHAPES, VOCAB
-from ddtree_check.tree import DraftTree
-from ddtree_check.wiring import BLANK, FORKED, UNFORKED, Wiring
+from ddtree_check.engines.transformers.engine import TransformersEngine
+from ddtree_check.engines.transformers.loading import build_random
+from ddtree_check.model.small_shapes import SHAPES, VOCAB
+from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Wiring
+from ddtree_check.tree.draft_tree import DraftTree
+from ddtree_check.tree.drafts.shapes import shape
 
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
 PLAIN = ("llama", "qwen3")

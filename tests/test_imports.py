@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_check.resources import fixtures_dir
+from ddtree_check.base.resources import fixtures_dir
 
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "ddtree_check"
@@ -20,6 +20,8 @@ PACKAGE = REPO / "ddtree_check"
 ORDER = (  # each may import what stands before it; a row is a set of siblings that may not import each other
     ("errors",),
     ("words",),
+    ("conclusion",),
+    ("options",),
     ("tree",),
     ("trace",),
     ("plan", "pools"),
@@ -53,10 +55,10 @@ ORDER = (  # each may import what stands before it; a row is a set of siblings t
     ("known",),
     ("commit",),
     ("attribution", "sensitivity"),
-    ("outcome",),
     ("apart",),
     ("settings",),
     ("drafting", "judging"),
+    ("outcome",),
     ("passes",),
     ("check",),
     ("stored",),
@@ -81,6 +83,8 @@ WITHOUT_TORCH = (
     "",
     "errors",
     "words",
+    "conclusion",
+    "options",
     "tree",
     "trace",
     "lint",
@@ -96,6 +100,8 @@ WITHOUT_TORCH = (
     "accept",
     "sampling",
     "draws",
+    "verdict",
+    "settings",
     "job",
     "report",
     "journal",
@@ -169,8 +175,8 @@ def test_modules_import_downwards():
 
 
 UPWARD = [
-    pytest.param("draft.py", "from ddtree_check.check import run", "draft.py:1 imports check", id="from-module"),
-    pytest.param("draft.py", "import ddtree_check.check", "draft.py:1 imports check", id="import"),
+    pytest.param("draft.py", "from ddtree_check.flows.check import run", "draft.py:1 imports check", id="from-module"),
+    pytest.param("draft.py", "import ddtree_check.flows.check", "draft.py:1 imports check", id="import"),
     pytest.param("draft.py", "from ddtree_check import tree, check", "draft.py:1 imports check", id="from-package"),
     pytest.param(
         "draft.py", "from ddtree_check import run", "draft.py:1 imports from ddtree_check itself", id="facade"
@@ -179,7 +185,9 @@ UPWARD = [
         "draft.py", "def f():\n    from .check import run", "draft.py:2 imports check", id="relative-in-function"
     ),
     pytest.param("draft.py", "def f():\n    from . import check", "draft.py:2 imports check", id="relative-module"),
-    pytest.param("draft.py", "importlib.import_module('ddtree_check.check')", "draft.py:1 imports check", id="by-name"),
+    pytest.param(
+        "draft.py", "importlib.import_module('ddtree_check.flows.check')", "draft.py:1 imports check", id="by-name"
+    ),
     pytest.param("mixers/kda.py", "from ..check import run", "mixers/kda.py:1 imports check", id="relative-two-up"),
     pytest.param(
         "mixers/__init__.py", "from ..check import run", "mixers/__init__.py:1 imports check", id="relative-init"
@@ -204,10 +212,12 @@ def test_an_upward_import_is_refused(tmp_path, name, source, message):
 
 
 def test_a_downward_import_is_accepted(tmp_path):
-    write(tmp_path, "__init__.py", "from ddtree_check.check import run")
+    write(tmp_path, "__init__.py", "from ddtree_check.flows.check import run")
     write(tmp_path, "check.py", "import torch\nfrom ddtree_check import __version__, tree\nfrom . import draft\n")
     write(
-        tmp_path, "cli.py", "def f():\n    from ddtree_check.check import run\n    from .engines.sglang import Engine"
+        tmp_path,
+        "cli.py",
+        "def f():\n    from ddtree_check.flows.check import run\n    from .engines.sglang import Engine",
     )
     write(
         tmp_path, "mixers/kda.py", "from ..tree import DraftTree\nfrom . import gated_delta\nfrom .gated_delta import f"
@@ -272,8 +282,10 @@ def test_scripts_that_no_test_runs_name_what_there_is(script):
 
 
 def test_a_name_that_was_changed_is_seen():
-    source = "from ddtree_check import inject\nfrom ddtree_check.tree import DraftTree, Bush\ninject.keys_alone()"
-    assert unknown_names(source) == ["ddtree_check.tree.Bush", "ddtree_check.inject.keys_alone"]
+    source = (
+        "from ddtree_check import inject\nfrom ddtree_check.tree.draft_tree import DraftTree, Bush\ninject.keys_alone()"
+    )
+    assert unknown_names(source) == ["ddtree_check.tree.draft_tree.Bush", "ddtree_check.selftest.inject.keys_alone"]
 
 
 def test_fixtures_are_found_in_a_wheel_and_in_a_clone(tmp_path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_check.cli import main
+from ddtree_check.cli.main import main
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 

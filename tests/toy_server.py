@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ class Toy:
     leak       (first position, nats): from there on decoded log-probabilities are off
     seed       another model;  pairs: "ab" is one token where a text is read;  ends_at: ends the text there
     echo, logprobs   whether it can;  fail: a function of the number of the request -> what to send instead, or None
+    models     what it answers when asked for its models
     near_tie   a letter after which the two likeliest tokens lie nearer than the noise
     """
 
@@ -36,6 +38,7 @@ class Toy:
     echo: bool = True
     logprobs: bool = True
     near_tie: str = ""
+    models: bytes = b'{"data": [{"id": "toy"}]}'
     fail: object = None
     requests: int = 0
     most_at_once: int = 0
@@ -120,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self._send(200, json.dumps({"data": [{"id": "toy"}]}).encode())
+        self._send(200, self.server.toy.models)
 
     def do_POST(self):
         toy: Toy = self.server.toy
@@ -139,8 +142,6 @@ class _Handler(BaseHTTPRequestHandler):
                 what = None
             if what == "truncated":
                 return self._send(200, json.dumps(toy.complete(body)).encode(), promise=100)
-            if what == "drip":
-                return self._drip()
             self._send(*(what or (200, json.dumps(toy.complete(body)).encode())))
         finally:
             with toy.lock:
@@ -154,17 +155,6 @@ class _Handler(BaseHTTPRequestHandler):
         if promise:
             self.close_connection = True
 
-    def _drip(self) -> None:
-        """A byte now and then, so that no single read is slow."""
-        self.send_response(200)
-        self.send_header("content-length", "1000")
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            for _ in range(100):
-                self.wfile.write(b" ")
-                self.wfile.flush()
-                time.sleep(0.05)
-
 
 @contextlib.contextmanager
 def serving(toy: Toy) -> Iterator[str]:
@@ -176,5 +166,29 @@ def serving(toy: Toy) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def dripping(first: bytes, again: bytes, pause: float) -> Iterator[str]:
+    """The address of a server that answers with `first` and then, for good, with `again` every `pause` seconds."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(65536)
+            with contextlib.suppress(OSError):
+                self.request.sendall(first)
+                while not over.wait(pause if again else 0.1):
+                    self.request.sendall(again)
+
+    over = threading.Event()
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        over.set()
         server.shutdown()
         server.server_close()

@@ -6,20 +6,27 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import UsageError
-from ..tree import DraftTree
-from ..wiring import Layer, Wiring
+from ..base.errors import Unsupported, UsageError
+from ..model.wiring import FORKED, Layer, State, Wiring
+from ..tree.draft_tree import DraftTree
+
+if TYPE_CHECKING:
+    from .checked import Checked
 
 ENGINES = {  # looked up by name, imported on first use
-    "transformers": "ddtree_check.engines.transformers:TransformersEngine",
-    "trace": "ddtree_check.engines.trace:TraceEngine",
-    "sglang": "ddtree_check.engines.sglang:SGLangEngine",
+    "transformers": "ddtree_check.engines.transformers.engine:TransformersEngine",
+    "trace": "ddtree_check.trace.recorded:TraceEngine",
+    "sglang": "ddtree_check.engines.sglang.engine:SGLangEngine",
 }
+REPLAYED = ("trace",)  # run nothing: they give back passes that were recorded
+ASSUMED = (Layer("assumed", ((State("assumed"),),)),)  # one flat state: node i is clean iff depth(i) == i
 
 
 @dataclass(eq=False)
@@ -32,100 +39,175 @@ class Watched:
 
 
 class Engine(Protocol):
-    """What `check` needs of an engine. Logits are tensors [nodes, vocabulary] in the model's dtype, on any device.
+    """All that an engine may offer, each part with its law. The bodies are the defaults of `BaseEngine`.
 
-    `prefill` and `decode` must work: without plain decoding there is nothing to judge by. What else an engine cannot do
-    costs that mode or control alone, and is never a pass: `supports` gives a reason, or `verify` or `forward` raises
-    errors.Unsupported with one. A refused wiring makes its mode `unsupported`; refusing None takes `linear` and the
-    padded control, refusing the forked wiring takes `tree_forked` and the chain control, and without `forward` the
-    reference is checked by repetition only.
-
-    Prefix and Verified are opaque and never modified by what follows: any number of passes may start from one Prefix.
+    `prefill` and `verify` are needed. Every other part that an engine lacks costs its own checks and is never a pass:
+    its default raises errors.Unsupported with the reason, or gives a reason or None as the value. `step` or `decode`
+    is plain decoding (ar), which the comparisons are made with. Logits are tensors of float64, float32, bfloat16 or
+    float16 on any device, [nodes, vocabulary]. Prefix and Verified are opaque but for their `logits`, and never
+    modified by what follows: any number of passes may start from one Prefix.
     """
 
-    vocab_size: int
-    max_length: int | None  # positions the model was made for; None if it does not say
-    layers: tuple[Layer, ...]  # what each layer reads across rows
-    exact_control: bool  # clean nodes of two wirings agree bit for bit
+    name: str = ""  # the class's own if it is empty
+    vocab_size: int | None = None  # None for as many as prefill gives logits
+    max_length: int | None = None  # positions the model was made for; None if it does not say
+    layers: Sequence[Layer] = ASSUMED  # what each layer reads across rows
+    exact_control: bool = False  # clean nodes of two wirings agree bit for bit
+    provenance: Mapping[str, Any] = MappingProxyType({})  # whose weights these are: name, weights, parameters
+    default_draft: str = "self"  # of the embedded model, unless the caller chooses
+    hidden_size: int | None = None  # with `dtype` and `device` of the embeddings, for a drafter that reads features
+    dtype: Any = None
+    device: Any = None
+
+    @classmethod
+    def load(cls, model: str | None, **settings) -> Engine:
+        """Return the engine of a model's name, path or hub id. settings: weights, dtype, device, seed and progress, and
+        of args, tp and rows those that the signature names. By default the class is called with all of them."""
+        return cls(model, **settings)
+
+    @staticmethod
+    def load_config(model: str | None, source: str, weights: str) -> Any:
+        """Return the model's configuration before its weights are read; see `loading.load_config`."""
+        return importlib.import_module("ddtree_check.engines.transformers.loading").load_config(model, source, weights)
 
     def describe(self) -> dict[str, Any]:
-        """Versions, device, dtype, kernels, flags: all that can change a number."""
+        """Return versions, device, dtype, kernels, flags: all that can change a number, in JSON's types.
+
+        `dtype` is what the engine computes in, `judged_as` a coarser one that bounds it. By default that of the logits.
+        """
+        logits = self.prefill((0,)).logits
+        return {"engine": named(self), "dtype": str(logits.dtype).removeprefix("torch."), "device": str(logits.device)}
 
     def supports(self, wiring: Wiring | None) -> str | None:
-        """None, or the reason why a pass under this wiring cannot be made. Asked before each; it runs nothing."""
+        """Return None, or the reason why a pass under this wiring cannot be made. Asked before each; runs nothing.
 
+        Refusing None takes `linear` and the padded control, refusing FORKED takes `tree_forked` and the chain control.
+        """
+        return (
+            None if wiring in (None, FORKED) else f"engine {named(self)} runs no wiring but its own pass and the tree's"
+        )
+
+    @abstractmethod
     def prefill(self, tokens: Sequence[int]) -> Any:
-        """The Prefix after `tokens` (at least one); its `logits` [vocabulary] are those of the last token."""
+        """Return the Prefix after `tokens` (at least one); its `logits` [vocabulary] are those of the last token."""
+
+    @abstractmethod
+    def verify(self, prefix: Any, tree: DraftTree, wiring: Wiring | None) -> Any:
+        """Run all rows in one pass: a Verified with `logits`. None is the engine's own multi-token pass, no fork."""
 
     def step(self, prefix: Any, token: int) -> tuple[Any, Any]:
-        """One plain decode step: the logits [vocabulary] after `token`, and the Prefix that then stands."""
+        """Make one plain decode step: the logits [vocabulary] after `token`, and the Prefix that then stands."""
+        raise lacks(self, "step, the plain decoding that passes are compared with")
 
     def decode(self, prefix: Any, tree: DraftTree, *, batched: bool = False) -> Any:
-        """Logits at every node by plain steps along its path; each node once, alone, or level by level if `batched`."""
+        """Return logits at every node by plain steps along its path; each node once, alone, or level by level if
+        `batched`. By default made of `step`."""
+        if batched:
+            raise Unsupported(f"engine {named(self)} decodes one node at a time; take --ar strict")
+        import torch  # not with the module: a list of engines needs none
 
-    def verify(self, prefix: Any, tree: DraftTree, wiring: Wiring | None) -> Any:
-        """One pass over all rows: a Verified with `logits`. None is the engine's own multi-token pass, no fork."""
+        return torch.stack([logits for _, logits, _ in walk(self, prefix, tree)])
 
     def forward(self, paths: Sequence[Sequence[int]], keep: int) -> Any:
-        """Full forward passes without a cache: the last `keep` rows' logits [paths, keep, vocabulary] of each path.
-        Raises Unsupported if the engine has no such pass."""
-
-    # Optional; without them nothing that follows a verify pass is checked: --accept, generate and --batch are then
-    # unsupported, with that reason. Either may raise Unsupported too.
+        """Run full forward passes without a cache: the last `keep` rows' logits [paths, keep, vocabulary]. Without it
+        the reference is checked by repetition only."""
+        raise lacks(self, "forward")
 
     def commit(self, verified: Any, node: int) -> Any:
-        """The Prefix after the path to `node`, stored the way the engine and the wiring store it."""
+        """Return the Prefix after the path to `node`, stored the way the engine and the wiring store it: decoding on
+        from it is decoding on from a prefill of the same text. Without it --accept and generate check nothing."""
+        raise lacks(self, "commit")
 
     def contents(self, prefix: Any) -> tuple[int, list[dict[str, Any]]]:
-        """How many tokens a Prefix stands after, and what each layer carries, as tensors by channel: `keys` and
-        `values` [rows, d] and `conv` (`conv.1` ... for more) [inputs, d], the oldest row first; `recurrent` [...]."""
+        """Return how many tokens a Prefix stands after, and what each layer carries, as tensors by channel: `keys` and
+        `values` [rows, d] and `conv` (`conv.1` ... for more) [inputs, d], the oldest row first; `recurrent` [...].
+        Without it --accept and --batch check nothing."""
+        raise lacks(self, "contents")
 
-    # Optional, for engines that pick tokens themselves; an engine without them is taken to process rows and to break
-    # ties as `sampling` and `ties` do. mode: ar or one of verdict.MODES; logits: raw rows [m, vocabulary] of `nodes`.
+    def batches(self) -> Batches | str:
+        """Return the passes over several requests at once, or the reason why there are none."""
+        return f"the engine {named(self)} runs one request a pass"
 
     def processed(self, mode, tree: DraftTree, nodes, logits, sampling, prompt_tokens, made) -> Any:
-        """What its logit processors make of the rows: logits or log probabilities, -inf for what they cut. made: the
-        output before the root."""
+        """Return what the engine's logit processors make of raw rows [m, vocabulary] of `nodes`: logits or log
+        probabilities, -inf for what they cut; None if it has none, then they are processed as `sampling` does.
 
-    def chosen(self, mode, tree: DraftTree, nodes, logits) -> Sequence[int]:
-        """The tokens that it takes greedily."""
+        mode: ar or one of verdict.MODES; made: the output before the root, which itself is output too."""
+        return None
 
-    # Optional; an engine without it leaves more to guess where a fault is looked for (`attribution`).
-
-    def watch(self, layers: Sequence[int]) -> AbstractContextManager[Watched]:
-        """Within it, every pass of one request leaves what these layers put out, in place of what the last one left."""
-
-
-NEEDED = (
-    *("vocab_size", "max_length", "layers", "exact_control", "describe", "supports"),
-    *("prefill", "step", "decode", "verify", "forward"),
-)
-
-
-class Read(Protocol):
-    """What a drafter that reads the target's own features needs of an engine besides; see `dflash`. Optional."""
-
-    hidden_size: int
-    dtype: Any  # torch's, of the model;  device  likewise, of its embeddings
-    device: Any
+    def chosen(self, mode, tree: DraftTree, nodes, logits) -> Sequence[int] | None:
+        """Return the tokens that the engine takes greedily of raw rows [m, vocabulary] of `nodes`, mode ar included;
+        None if it does not pick itself, then the lowest id of equals is taken."""
+        return None
 
     def read_features(self, layers: Sequence[int]) -> None:
-        """From now on `features` of every Prefix that `prefill` or `step` returns, and of every Verified, are the
-        outputs of these layers for the tokens that this pass ran, [rows, layers * hidden_size], in row order. They
-        come out of the pass itself. None of a commit's: its tokens were run by `verify`. No layers: none are kept."""
+        """Keep as `features` of every later Prefix of `prefill` and `step`, and of every Verified, the outputs of these
+        layers for the tokens that this pass ran, [rows, layers * hidden_size], in row order.
+
+        They come out of the pass itself. None of a commit's: its tokens were run by `verify`. No layers: none are kept.
+        """
+        raise lacks(self, "hidden features for a drafter (read_features)")
 
     def embed(self, tokens: Sequence[int]) -> Any:
-        """Rows of the model's embedding table [tokens, hidden_size], without what the model may do to them."""
+        """Return rows of the embedding table [tokens, hidden_size], without what the model may do to them."""
+        raise lacks(self, "embed")
 
     def head(self, hidden: Any) -> Any:
-        """The model's output head alone: [rows, hidden_size] to [rows, vocabulary]."""
+        """Run the model's output head alone: [rows, hidden_size] to [rows, vocabulary]."""
+        raise lacks(self, "head")
+
+    def watch(self, layers: Sequence[int]) -> AbstractContextManager[Watched]:
+        """Within it, every pass of one request leaves what these layers put out, in place of what the last one left.
+        Without it more is guessed where a fault is looked for (`attribution`)."""
+        raise lacks(self, "watch")
+
+    def exact(self) -> Engine:
+        """Return this model in float64 throughout: the oracle. Raises UsageError if there is none, or no room."""
+        raise UsageError(f"oracle: engine {named(self)} has no float64 of its own (exact); leave --oracle out")
+
+    @property
+    def fresh(self) -> Engine:
+        """The engine that makes the passes: itself, unless it remembers those of another."""
+        return self
+
+    def close(self) -> None:
+        """End what the engine started; no Prefix is of use afterwards."""
+
+
+class BaseEngine(Engine):
+    """An engine of one's own begins here: it has `prefill` and `verify`, and what else it can."""
+
+
+def named(engine: Engine) -> str:
+    """Return the name by which messages call an engine."""
+    return engine.name or type(engine).__name__
+
+
+def lacks(engine: Engine, part: str) -> Unsupported:
+    """Return the refusal of an engine without a part of the contract."""
+    return Unsupported(f"engine {named(engine)} has no {part}")
+
+
+def walk(engine: Engine, prefix: Any, tree: DraftTree) -> Iterator[tuple[int, Any, Any]]:
+    """Yield every node in flat order with its logits and the Prefix after it, by plain steps; a Prefix is let go after
+    its last child."""
+    standing = {-1: prefix}
+    waiting = [len(children) for children in tree.children]
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        logits, standing[node] = engine.step(standing[parent], token)
+        yield node, logits, standing[node]
+        if not waiting[node]:
+            del standing[node]
+        if parent >= 0:
+            waiting[parent] -= 1
+            if not waiting[parent]:
+                del standing[parent]
 
 
 class Batches(Protocol):
     """Passes over several requests at once, each with its own prompt, length and tree, in the order given.
 
-    An engine that has them answers `batches()` with these, or with the reason why it has none here; one without that
-    method runs one request a pass. padding: on which side the shorter ones are filled up, 'left' or 'right'.
+    padding: on which side the shorter ones are filled up, 'left' or 'right'.
     """
 
     def prefill(
@@ -154,7 +236,7 @@ class Batches(Protocol):
 
 
 def find_engine(name: str) -> Any:
-    """The class of an engine: a name of ENGINES, or a class of one's own as package.module:Class.
+    """Return the class of an engine: a name of ENGINES, or a class of one's own as package.module:Class.
 
     A module of one's own is looked for in the current directory too, after everything that is installed. Raises
     UsageError in one line for a name that leads to no class with a `load`.
@@ -167,22 +249,27 @@ def find_engine(name: str) -> Any:
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     try:
-        found = importlib.import_module(module)
-    except Exception as error:  # whatever a stranger's module does as it is imported
+        home = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # whatever a stranger's module does as it is imported
         raise UsageError(
             f"engine: {name}: {type(error).__name__}: {error}; expected a module that can be imported here"
         ) from None
-    if not callable(getattr(getattr(found, attribute, None), "load", None)):
+    if not callable(getattr(getattr(home, attribute, None), "load", None)):
         raise UsageError(f"engine: {name}: {module} has no {attribute!r} with a load(); expected a class like Engine")
-    return getattr(found, attribute)
+    return getattr(home, attribute)
+
+
+def of_class(name: str, part: str) -> Any:
+    """Return a part of an engine's class that needs no engine, or the contract's default."""
+    return getattr(find_engine(name), part, getattr(Engine, part))
 
 
 def load_options(name: str, *, args: Mapping[str, object], tp: int, rows: int) -> dict[str, Any]:
-    """Those of the engine's own arguments, tensor-parallel ranks and largest tree (rows) that its `load` takes.
+    """Return those of the engine's own arguments, tensor-parallel ranks and largest tree (rows) that its `load` takes.
 
     Raises UsageError if something was asked for that it does not take.
     """
-    takes = inspect.signature(find_engine(name).load).parameters
+    takes = _signature(name).parameters
     if args and "args" not in takes:
         raise UsageError(f"engine-arg: got {', '.join(args)}, but engine {name} takes none")
     if tp != 1 and "tp" not in takes:
@@ -191,10 +278,30 @@ def load_options(name: str, *, args: Mapping[str, object], tp: int, rows: int) -
     return {key: value for key, value in given.items() if key in takes}
 
 
-def load_engine(name: str, *args, **settings) -> Engine:
-    """An engine by name or path, see `find_engine`. Raises UsageError for one that lacks a part of Engine."""
-    engine = find_engine(name).load(*args, **settings)
-    lacks = [part for part in NEEDED if not hasattr(engine, part)]
-    if lacks:
-        raise UsageError(f"engine: {name} lacks {', '.join(lacks)}; expected all of ddtree_check.engines.Engine")
-    return engine
+def load_engine(name: str, *args, vocab_size: int | None = None, **settings) -> Checked:
+    """Return an engine by name or path, see `find_engine`, complete and looked at as it is used.
+
+    vocab_size: tokens of its vocabulary, None for all. Raises UsageError in one line for whatever its `load` raises.
+    """
+    from .checked import Checked, told
+
+    try:
+        _signature(name).bind(*args, **settings)
+    except TypeError as error:
+        raise UsageError(
+            f"engine {name}: load: {error}; expected load(model, *, weights, dtype, device, seed, progress)"
+        ) from None
+    try:
+        engine = find_engine(name).load(*args, **settings)
+    except (UsageError, Unsupported):
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"engine {name}: load {told(error)}") from error
+    return Checked(engine, vocab_size, name)
+
+
+def _signature(name: str) -> inspect.Signature:
+    try:
+        return inspect.signature(find_engine(name).load)
+    except ValueError as error:  # some functions that are not written in Python
+        raise UsageError(f"engine {name}: load: {error}; expected a function of Python") from None

@@ -17,21 +17,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..errors import UsageError, usage_errors
-from ..files import check_writable, write_text
-from ..history import CellNight, Night, check_history, nights, store
-from ..journal import append_journal, read_journal
+from ..base.conclusion import DEFECT, INCONCLUSIVE, PASS, ExitCode, combine
+from ..base.errors import UsageError, usage_errors
+from ..base.files import check_writable, clear_parts, write_text
+from ..base.journal import append_journal, read_journal
+from ..base.words import counted
 from ..report import html, junit, nightly
 from ..report.record import load_record
 from ..report.terminal import case_where
-from ..words import counted
 from .baseline import Baseline, Metric, envelope, load_baseline, metrics, outside, write_baseline
 from .cells import CellResult, run_cell, slug
 from .config import Cell, Config, fingerprint
+from .history import CellNight, Night, check_history, nights, store
 
 SCHEMA = "ddtree-check/gate/1"
-WORST = (0, 2, 1, 3)  # exit codes, the one that decides last
-TEXTS = {0: "pass", 1: "fail", 2: "inconclusive", 3: "error"}
+FRESH = 24  # hours after which what a killed run finished is run again
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"  # the file that GitHub shows on a job's page
 
 
@@ -57,10 +57,8 @@ def run_gate(
         except OSError as error:
             raise UsageError(f"{what}: {folder} cannot be made ({error.strerror}), expected a folder") from None
     with _alone(config.out):
-        for folder in (config.out, folders[0]):  # what a kill left of a file that was being written
-            for part in folder.glob(".*"):
-                if part.suffix[1:].isdigit():
-                    part.unlink()
+        for folder in (config.out, folders[0]):
+            clear_parts(folder)
         with usage_errors():
             check_writable(config.out / "gate.json")
             if freeze:
@@ -69,21 +67,29 @@ def run_gate(
         frozen = None if config.baseline is None else load_baseline(config.baseline)
         journal = config.out / "journal.jsonl"
         head, done = _begin(journal, fingerprint(config))
+        results, records, resumed = [], [], []
         for number, cell in enumerate(config.cells, start=1):
-            result = done.get(cell.name)
-            again = result is not None
-            if result is None:
-                result = run(cell, *_files(config, number, cell))
+            path, log = _files(config, number, cell)
+            result, record = done.get(cell.name), None
+            if result is not None and result.record:
+                try:
+                    record = load_record(path)
+                except UsageError:  # gone or damaged since: the cell is run again
+                    del done[cell.name]
+            before = cell.name in done
+            if not before:
+                result = run(cell, path, log)
                 append_journal(journal, result.to_json())
-                done[cell.name] = result
-            note = " (finished before)" if again else ""
+                record = load_record(path) if result.record else None
+            results.append(result)
+            records.append(record)
+            resumed += [cell.name] if before else []
+            note = " (finished before)" if before else ""
             why = f": {result.reason}" if result.reason else ""
             say(f"[{number}/{len(config.cells)}] {result.verdict} {cell.name}, {result.seconds:.1f} s{note}{why}")
-        results = [done[cell.name] for cell in config.cells]
         files = [_files(config, n, cell)[0] for n, cell in enumerate(config.cells, start=1)]
-        records = [load_record(path) if result.record else None for path, result in zip(files, results, strict=True)]
         earlier = nights(config.history, config.name, config.nights, but=head["run"])
-        night = conclude(config, head, results, records, earlier, frozen, judge=not freeze)
+        night = conclude(config, head, results, records, earlier, frozen, judge=not freeze, resumed=resumed)
         night["records"] = [str(path) if record else None for path, record in zip(files, records, strict=True)]
         store(config.history, _night(config, head, night))
         if freeze:
@@ -121,14 +127,16 @@ def _files(config: Config, number: int, cell: Cell) -> tuple[Path, Path]:
 
 
 def _begin(journal: Path, print_: str) -> tuple[dict, dict[str, CellResult]]:
-    """The head of this run, and what is finished of it: all of a killed run of the same configuration and code."""
-    try:
-        lines = read_journal(journal)
-        if lines and lines[0].get("fingerprint") == print_:
-            return lines[0], {line["cell"]: CellResult(**line) for line in lines[1:]}
-    except (UsageError, TypeError, KeyError, AttributeError):
-        pass  # not ours to go on with: what it says is run again
+    """Return the head of this run, and by cell what a killed run of the same configuration and code finished of it less
+    than FRESH hours ago."""
     now = datetime.datetime.now(datetime.UTC)
+    try:
+        head, *lines = read_journal(journal)
+        age = abs(now - datetime.datetime.fromisoformat(head["started"]))
+        if head["fingerprint"] == print_ and isinstance(head["run"], str) and age < datetime.timedelta(hours=FRESH):
+            return head, {line["cell"]: CellResult(**line) for line in lines}
+    except (UsageError, TypeError, KeyError, AttributeError, ValueError):
+        pass  # not ours to go on with: what it says is run again
     head = {"schema": SCHEMA, "fingerprint": print_, "run": uuid.uuid4().hex, "started": now.isoformat()}
     with usage_errors():
         write_text(journal, json.dumps(head) + "\n")  # whole, in place of the old one
@@ -147,8 +155,10 @@ def conclude(
     frozen: Baseline | None,
     *,
     judge: bool = True,
+    resumed: Sequence[str] = (),
 ) -> dict:
-    """The night as plain JSON, that every report is made from. judge: hold it against the baseline."""
+    """The night as plain JSON, that every report is made from. judge: hold it against the baseline; resumed: cells that
+    a killed run finished."""
     cells = []
     for cell, result, record in zip(config.cells, results, records, strict=True):
         found = {} if record is None else metrics(record)
@@ -156,10 +166,10 @@ def conclude(
         drifts = [] if bounds is None else _drifts(found, bounds, record)
         code = result.exit_code
         if drifts:
-            code = max((code, 1), key=WORST.index)
-        verdict, why = "drift" if drifts and result.exit_code in (0, 2) else result.verdict, result.reason
+            code = combine(code, DEFECT)
+        verdict, why = "drift" if drifts and result.exit_code in (PASS, INCONCLUSIVE) else result.verdict, result.reason
         if judge and config.baseline is not None and record is not None and bounds is None:
-            code = max((code, 2), key=WORST.index)
+            code = combine(code, INCONCLUSIVE)
             if verdict == "pass":
                 verdict, why = "inconclusive", f"not in the baseline {config.baseline}"
         cells.append(
@@ -168,7 +178,8 @@ def conclude(
                 "command": cell.job.command(),
                 "verdict": verdict,
                 "reason": why,
-                "exit_code": code,
+                "exit_code": int(code),
+                "ran": cell.name not in resumed,
                 "seconds": result.seconds,
                 "drifts": drifts,
                 "in_baseline": None if config.baseline is None or not judge else bounds is not None,
@@ -192,8 +203,8 @@ def conclude(
         "cells": cells,
     }
     night["notes"] = _notes(config, night, frozen, judge)
-    code = max((cell["exit_code"] for cell in cells), key=WORST.index)
-    return night | {"exit_code": code, "verdict": TEXTS[code], "line": _line(night, code)}
+    code = combine(*(cell["exit_code"] for cell in cells))
+    return night | {"exit_code": int(code), "verdict": code.text, "line": _line(night, code)}
 
 
 def _drifts(found: dict[str, Metric], bounds: dict, record: dict) -> list[dict]:
@@ -239,6 +250,11 @@ def _cases(record: dict) -> list[dict]:
 
 def _notes(config: Config, night: dict, frozen: Baseline | None, judge: bool) -> list[str]:
     found = []
+    if resumed := [cell["name"] for cell in night["cells"] if not cell["ran"]]:
+        found.append(
+            f"not run tonight: {counted(len(resumed), 'case')}, the first {resumed[0]}; a run that was killed finished "
+            f"them, begun {night['started'][:19]}"
+        )
     for cell in night["cells"]:
         for drift in cell["drifts"]:
             found.append(f"drift: {cell['name']}: {nightly.drift_text(drift)}")
@@ -262,12 +278,14 @@ def _notes(config: Config, night: dict, frozen: Baseline | None, judge: bool) ->
     return found
 
 
-def _line(night: dict, code: int) -> str:
+def _line(night: dict, code: ExitCode) -> str:
     verdicts = [cell["verdict"] for cell in night["cells"]]
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
     drifts = sum(len(cell["drifts"]) for cell in night["cells"])
     out = f"; {counted(drifts, 'metric')} outside the baseline" if drifts else ""
-    return f"gate {night['gate']}: {TEXTS[code]}, {counted(len(verdicts), 'case')}: {counts}{out}, exit code {code}"
+    before = sum(not cell["ran"] for cell in night["cells"])
+    out += f"; {before} not run tonight" if before else ""
+    return f"gate {night['gate']}: {code.text}, {counted(len(verdicts), 'case')}: {counts}{out}, exit code {code}"
 
 
 def _night(config: Config, head: dict, night: dict) -> Night:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..mixers import causal_conv, fold, gated_delta, kda, mamba2
+from ..model.mixers import causal_conv, fold, gated_delta, kda, mamba2
 from .forms import EPSILON, Call, ConvCall, DeltaCall, Mamba2Call
 
 U = 2.0**-24

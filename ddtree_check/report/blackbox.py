@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..words import counted
+from ..base.words import counted
 from .terminal import BEYOND, WORST, Table, titled, wrap
 from .text import number, plain, size
 
@@ -83,9 +83,12 @@ def _remarks(record: dict) -> str:
     band, seen = record["band"], record["coverage"]
     rule = record["settings"]["rule"]
     control = "none was run (no echo)" if band["control"] is None else f"{number(band['control'])} nats"
+    wide = f"by at most {number(band['largest'])} nats"
+    if "band" in band:  # an older record has none
+        wide += f", {rule['inside']:.0%} of the differences by {number(band['band'])}"
     beyond = f"more than {rule['factor']:g} times that and {rule['resolution']:g}, {number(band['bound'])} nats"
     lines = [
-        f"Band: the reference differs from itself by at most {number(band['largest'])} nats; beyond it: {beyond}. "
+        f"Band: the reference differs from itself {wide}; beyond it: {beyond}. "
         f"Both servers on forced text, without speculation: {control}.",
         f"Coverage: {counted(seen['prompts'], 'prompt')}, {seen['not_run']} not run; "
         f"{seen['compared']} of {seen['tokens']} tokens compared; "

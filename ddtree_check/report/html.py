@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..words import counted
+from ..base.conclusion import DEFECT, PASS, USAGE
+from ..base.words import counted
 from .drawing import children_of
 from .terminal import BEYOND, CONTROL, Table, blocks, mode_verdict, verdict_line, where_lines
 from .text import number, plain, token_text
@@ -37,7 +38,7 @@ PATHS = {  # mode -> colour and width of its accepted path; wide below narrow, s
     "tree_unforked": ("#cc79a7", 4),
 }
 WORDS = {"pass": "good", "fail": "bad", "drift": "bad", "error": "bad"}  # verdict -> class of its colour
-STATES = {0: "good", 1: "bad", 3: "bad"}
+STATES = {PASS: "good", DEFECT: "bad", USAGE: "bad"}
 QUIET = {
     "margin": {"l": 60, "r": 20, "t": 30, "b": 45},
     "template": None,

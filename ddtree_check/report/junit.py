@@ -20,7 +20,7 @@ def render(night: dict) -> str:
     for cell in night["cells"]:
         suite = ElementTree.SubElement(root, "testsuite", name=plain(cell["name"]), timestamp=night["started"][:19])
         properties = ElementTree.SubElement(suite, "properties")
-        facts = {"command": cell["command"]} | night["environment"]
+        facts = {"command": cell["command"], "ran_tonight": str(cell["ran"]).lower()} | night["environment"]
         for name, value in facts.items():
             ElementTree.SubElement(properties, "property", name=plain(name), value=plain(value))
         for case in cell["cases"]:

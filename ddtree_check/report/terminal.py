@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from ..words import counted
+from ..base.conclusion import DEFECT
+from ..base.words import counted
+from ..judge.sampling.processing import Sampling
 from .text import GREEN, number, plain, size, token_text
 
 BEYOND = ("leak", "flip")
@@ -257,15 +259,7 @@ def acceptance_table(record: dict) -> Table:
     return Table(title, headers, rows)
 
 
-SAMPLING = {  # settings, and the value that changes nothing
-    "temperature": 0,
-    "top_k": 0,
-    "top_p": 1,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "history": "path",
-}
+SAMPLING = {**vars(Sampling()), "history": "path"}  # settings, and the value that changes nothing
 
 
 def sampling_words(settings: dict) -> list[str]:
@@ -673,7 +667,7 @@ def verdict_line(record: dict) -> str:
 def _decisive(record: dict) -> str:
     """The reason behind the exit code, as far as a headline has room for it."""
     reasons = [plain(reason) for reason in record["verdict"]["reasons"]] or ["no reason is recorded"]
-    decisive = next((reason for reason in reasons if record["exit_code"] == 1 and ": fail" in reason), reasons[0])
+    decisive = next((reason for reason in reasons if record["exit_code"] == DEFECT and ": fail" in reason), reasons[0])
     return decisive.partition(" (")[0].partition("; ")[0]
 
 

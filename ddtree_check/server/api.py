@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
-import time
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
-from ..errors import Unsupported, UsageError
+from ..base.errors import Unsupported, UsageError
 
-LARGEST = 64 * 2**20  # bytes of an answer
+LARGEST = 16 * 2**20  # bytes of an answer: the echo of 60,000 tokens with five others each
+UNUSABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)  # of who reads one
+HIDDEN = "***"
 LONGEST_PAUSE = 30.0  # seconds between two attempts, whatever the server asks for
 SLACK = 1e-3  # a sum of rounded probabilities may exceed 1
 AGAIN = (408, 409, 425, 429)  # and everything from 500
@@ -38,10 +43,16 @@ class Completion:
 
 
 def clean_url(what: str, url: str) -> str:
-    """The URL of an API up to and with /v1, without a name and password. Raises UsageError for anything but http(s)."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{what}: got {url!r:.80}, expected an address such as http://localhost:30000/v1")
+    """Return the URL of an API up to and with /v1, without query. Raises UsageError for anything but http(s), and for
+    one that holds a name or password; neither is shown."""
+    shown = re.sub(r"//[^/]*@", f"//{HIDDEN}@", re.sub(r"[?#].*", f"?{HIDDEN}", url, flags=re.DOTALL))
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # no port, no IPv6 address
+        good = False
+    if not good or not url.isprintable():
+        raise UsageError(f"{what}: got {shown!r:.80}, expected an address such as http://localhost:30000/v1")
     if "@" in parts.netloc:
         raise UsageError(f"{what}: the address holds a name or password; expected --api-key-env NAME instead")
     path = parts.path.rstrip("/")
@@ -49,7 +60,11 @@ def clean_url(what: str, url: str) -> str:
 
 
 class Api:
-    """One server. timeout: seconds for a whole answer; retries: attempts after the first. Safe to use from threads."""
+    """One server. timeout: seconds for a whole answer; retries: attempts after the first. Safe to use from threads.
+
+    The requests run in an event loop of their own, where the deadline holds whatever a read waits for. The key is
+    hidden in all that the server says.
+    """
 
     def __init__(
         self,
@@ -60,27 +75,37 @@ class Api:
         key: str | None = None,
         timeout: float = 120.0,
         retries: int = 4,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ):
         import httpx2
+        from anyio.from_thread import start_blocking_portal
 
         self.what, self.url, self.model = what, clean_url(what, url), model
-        self._timeout, self._retries, self._sleep = timeout, retries, sleep
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx2.Timeout(timeout, connect=min(timeout, 10.0))
+        if key and not (key.isascii() and key.isprintable() and " " not in key):
+            raise UsageError(f"{what}: the key holds a character that no header can, expected printable ASCII")
+        self._key, self._timeout, self._retries = key, timeout, retries
+        self._closed = threading.Event()
+        self._sleep = sleep or self._closed.wait
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         secure = self.url.startswith("https:")  # reading the certificates takes time
-        self._client = httpx2.Client(headers=headers, timeout=limits, follow_redirects=False, verify=secure)
+        self._client = httpx2.AsyncClient(headers=headers, timeout=None, follow_redirects=False, verify=secure)
+        self._running = contextlib.ExitStack()
+        self._portal = self._running.enter_context(start_blocking_portal())
 
     def close(self) -> None:
-        """Ends the connections; who still asks gets Failed, without another attempt."""
+        """End the connections; who still asks gets Failed, without another attempt."""
         self._retries = 0
-        self._client.close()
+        self._closed.set()
+        with contextlib.suppress(RuntimeError):  # closed before
+            self._portal.call(self._client.aclose)
+            self._portal.call(self._portal.stop, True)
+        self._running.close()
 
     def start(self) -> str:
         """The model's name, the first that the server lists if none was chosen. Raises UsageError if it cannot be
         reached or knows no such model."""
         try:
-            data = self._ask("GET", "models", None, lambda data: [entry["id"] for entry in data["data"]])
+            data = self._ask("GET", "models", None, _models)
         except Failed as error:
             raise UsageError(f"{self.what}: {error}; expected a server that answers there") from None
         if not data:
@@ -105,15 +130,26 @@ class Api:
         while True:
             pause = min(LONGEST_PAUSE, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)  # not all clients at one time
             try:
-                status, asked, content = self._send(verb, path, body)
-            except (OSError, RuntimeError, self._errors()) as error:  # RuntimeError: the client was closed
-                said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                status, asked, content = self._portal.call(self._send, verb, path, body)
+            except TimeoutError:
+                said = f"no whole answer within {self._timeout:g} s"
+            except (OSError, RuntimeError, ValueError, CancelledError, *self._errors()) as error:
+                # RuntimeError and CancelledError: the client was closed
+                said = self._hide(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
             else:
                 if status < 300:
                     try:
-                        return read(json.loads(content))
-                    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-                        said = f"an answer that cannot be used ({type(error).__name__}: {str(error)[:100]})"
+                        return read(self._parse(content))
+                    except (
+                        ValueError,
+                        LookupError,
+                        TypeError,
+                        AttributeError,
+                        ArithmeticError,
+                        RecursionError,
+                    ) as error:
+                        said = self._hide(str(error))[:100]
+                        said = f"an answer that cannot be used ({type(error).__name__}: {said})"
                 elif status in AGAIN or status >= 500:
                     said = f"status {status}"
                     pause = min(LONGEST_PAUSE, max(pause, asked))
@@ -124,29 +160,41 @@ class Api:
                 raise Failed(f"{self.url}/{path}: {said}, {attempt} times")
             self._sleep(pause)
 
-    def _send(self, verb: str, path: str, body: dict | None) -> tuple[int, float, bytes]:
-        """Status, the pause that the server asks for, and the body; it may not drip in for longer than the time."""
-        end = time.monotonic() + self._timeout
-        with self._client.stream(verb, f"{self.url}/{path}", json=body) as answer:
-            parts, size = [], 0
-            for part in answer.iter_bytes():
-                size += len(part)
-                parts.append(part)
-                if size > LARGEST:
-                    raise OSError(f"an answer of more than {LARGEST} bytes")
-                if time.monotonic() > end:
-                    raise OSError(f"no whole answer within {self._timeout:g} s")
-            asked = answer.headers.get("retry-after", "")
-            return answer.status_code, float(asked) if asked.isdecimal() else 0.0, b"".join(parts)
+    async def _send(self, verb: str, path: str, body: dict | None) -> tuple[int, float, bytes]:
+        """Return status, the pause that the server asks for, and the body. Raises TimeoutError when the time is up."""
+        from anyio import fail_after
+
+        with fail_after(self._timeout):
+            async with self._client.stream(verb, f"{self.url}/{path}", json=body) as answer:
+                if coding := answer.headers.get("content-encoding", "identity").replace("identity", ""):
+                    raise OSError(f"an answer in the encoding {coding!r:.40}, expected none")
+                parts, size = [], 0
+                async for part in answer.aiter_raw():
+                    size += len(part)
+                    parts.append(part)
+                    if size > LARGEST:
+                        raise OSError(f"an answer of more than {LARGEST} bytes")
+                asked = answer.headers.get("retry-after", "")
+                return answer.status_code, float(asked) if asked.isdecimal() else 0.0, b"".join(parts)
 
     @staticmethod
-    def _errors() -> type[Exception]:
+    def _errors() -> tuple[type[Exception], ...]:
         import httpx2
 
-        return httpx2.HTTPError
+        return httpx2.HTTPError, httpx2.InvalidURL
+
+    def _parse(self, content: bytes) -> object:
+        """Return the value of a JSON answer, the key hidden however the answer escapes it."""
+        if not self._key:
+            return json.loads(content)
+        return json.loads(self._hide(json.dumps(json.loads(content), ensure_ascii=False), json.dumps(self._key)[1:-1]))
+
+    def _hide(self, text: str, key: str | None = None) -> str:
+        key = key or self._key
+        return text.replace(key, HIDDEN) if key else text
 
     def _refused(self, status: int, path: str, content: bytes) -> None:
-        text = " ".join(content[:200].decode(errors="replace").split())
+        text = " ".join(self._hide(content.decode(errors="replace")).split())[:200]
         if status in (401, 403):
             raise UsageError(f"{self.what}: status {status}: {text}; expected --api-key-env with a key that it takes")
         if status == 404:
@@ -154,6 +202,13 @@ class Api:
                 f"{self.what}: {self.url}/{path}: status 404: {text}; expected an OpenAI-compatible server"
             )
         raise Unsupported(f"{self.what}: {self.url}/{path}: status {status}: {text}")
+
+
+def _models(data: dict) -> list[str]:
+    names = [entry["id"] for entry in data["data"]]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"model {names[0]!r:.40}, expected a name")
+    return names
 
 
 def _completion(data: dict) -> Completion:

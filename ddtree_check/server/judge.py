@@ -5,15 +5,15 @@ A position is one token that a server chose, held against the reference's log-pr
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ..server.api import Completion
-from ..words import counted
+from ..base.conclusion import DEFECT, INCONCLUSIVE, Conclusion
+from ..base.words import counted
+from .api import Completion
 
-PASS, DEFECT, INCONCLUSIVE = 0, 1, 2
-TEXTS = {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}
 VERDICTS = ("pass", "tie", "leak", "flip")
 
 
@@ -21,19 +21,35 @@ VERDICTS = ("pass", "tie", "leak", "flip")
 class Rule:
     """When a difference of log-probabilities is beyond noise.
 
-    factor      times the band, which is the largest difference of the reference to itself, decoded and forced
+    factor      times the band
+    inside      the share of the reference's differences to itself, decoded and forced, that the band spans: a few
+                numbers that are far off widen nothing
     resolution  nats that are never held against anybody: the bound of the project across engines
     widest      nats; a band above it leaves nothing to judge by
     compared    the share of tokens that must have been compared
+    chance      the probability below which the server's share of tokens is not the reference's own
     """
 
     factor: float = 4.0
+    inside: float = 0.95
     resolution: float = 1e-3
     widest: float = 1.0
     compared: float = 0.5
+    chance: float = 1e-3
 
     def bound(self, band: float) -> float:
         return self.factor * band + self.resolution
+
+    def band(self, differences: Sequence[float]) -> float:
+        """Return the difference in nats that the share `inside` of all does not exceed; 0 of none."""
+        return sorted(differences)[math.ceil(self.inside * len(differences)) - 1] if differences else 0.0
+
+    def usual(self, count: int, of: int, own: int, own_of: int) -> bool:
+        """Return whether a share as large as `count` of the server's `of` tokens is likely, where the reference shows
+        `own` of `own_of`: Fisher's exact test, one-sided."""
+        from scipy.stats import hypergeom
+
+        return not count or bool(hypergeom.sf(count - 1, of + own_of, count + own, of) >= self.chance)
 
 
 @dataclass(frozen=True)
@@ -91,12 +107,13 @@ def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
     """
     run = [prompt for prompt in prompts if prompt["reason"] is None]
     own = [delta for prompt in run for delta in prompt["own"] if delta is not None]
-    band = max(own, default=0.0)
+    band = rule.band(own)
     bound = rule.bound(band)
-    judged, deltas = [], []
+    judged, deltas, margins = [], [], []
     counts = dict.fromkeys(VERDICTS, 0)
+    ties = {"server": 0, "tokens": 0, "reference": 0, "reference_tokens": 0}  # of texts that differ: none counts twice
     for prompt in prompts:
-        runs = []
+        runs, texts = [], {}
         for one in prompt["runs"]:
             found = [position | {"verdict": verdict(position, bound)} for position in one["positions"]]
             ending = one["ending"]
@@ -105,12 +122,28 @@ def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
             for position in [*found, *([ending] if ending else [])]:
                 counts[position["verdict"]] += 1
             deltas += [position["delta"] for position in found if position["delta"] is not None]
+            margins += [position["margin"] for position in found if position["margin"] is not None]
+            texts[tuple(position["token"] for position in found)] = [position["verdict"] for position in found]
             runs.append(one | {"positions": found, "ending": ending})
+        ties["server"] += sum(verdicts.count("tie") for verdicts in texts.values())
+        ties["tokens"] += sum(map(len, texts.values()))
+        ties["reference"] += prompt["changed"]["reference"]
+        ties["reference_tokens"] += prompt["changed"]["tokens"]
         judged.append(prompt | {"runs": runs})
     control = [value for prompt in run for value in prompt["control"]]
     tokens = sum(one["tokens"] for prompt in run for one in prompt["runs"])
     compared = sum(len(one["positions"]) for prompt in run for one in prompt["runs"])
-    typical = {"own": statistics.median(own) if own else None, "runs": statistics.median(deltas) if deltas else None}
+    measured = {
+        "largest": max(own, default=0.0),
+        "band": band,
+        "bound": bound,
+        "beyond": sum(not delta <= bound for delta in own),
+        "differences": len(own),
+        "median": statistics.median(own) if own else None,
+        "median_of_runs": statistics.median(deltas) if deltas else None,
+        "margin": statistics.median(margins) if margins else None,
+        "control": max(control, default=None),
+    }
     coverage = {
         "prompts": len(run),
         "not_run": len(prompts) - len(run),
@@ -120,52 +153,74 @@ def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
         "runs": sum(len(prompt["runs"]) for prompt in run),
         "control": len(control),
     }
-    reasons, code = _reasons(rule, band, bound, counts, typical, coverage, control)
-    reasons += [f"{prompt['id']}: not_run: {prompt['reason']}" for prompt in prompts if prompt["reason"]]
-    return {
-        "band": {
-            "largest": band,
-            "bound": bound,
-            "median": typical["own"],
-            "median_of_runs": typical["runs"],
-            "control": max(control, default=None),
-        },
+    conclusion = _conclusion(rule, measured, counts, ties, coverage, control)
+    for prompt in prompts:
+        if prompt["reason"]:
+            conclusion.add(INCONCLUSIVE, f"{prompt['id']}: not_run: {prompt['reason']}")
+    section = {
+        "band": measured,
         "prompts": judged,
         "counts": counts,
+        "ties": ties,
         "coverage": coverage,
-        "verdict": {"text": TEXTS[code], "reasons": reasons},
-        "exit_code": code,
     }
+    return conclusion.into(section)
 
 
-def _reasons(rule: Rule, band, bound, counts, typical, coverage, control) -> tuple[list[str], int]:
-    """Why, and the exit code: what leaves nothing to judge by goes before a defect, a defect before gaps."""
+def _conclusion(rule: Rule, measured, counts, ties, coverage, control) -> Conclusion:
+    """Conclude from the figures: what leaves nothing to judge by goes before a defect, a defect before gaps."""
+    band, bound, largest = measured["band"], measured["bound"], measured["largest"]
     if not coverage["compared"]:
-        return ["nothing was compared"], INCONCLUSIVE
+        return Conclusion(INCONCLUSIVE, ("nothing was compared",))
     if band > rule.widest:
-        return [
+        why = (
             f"the reference differs from itself by {band:.3g} nats, expected at most {rule.widest:g}; "
             "ask it one request at a time, or switch its own speculation off"
-        ], INCONCLUSIVE
-    if control and max(control) > bound:
-        return [
+        )
+        return Conclusion(INCONCLUSIVE, (why,))
+    if rule.band(control) > bound or max(control, default=0.0) > rule.bound(largest):
+        why = (
             f"the servers differ by {max(control):.3g} nats on forced text, where nothing is speculated (expected at "
             f"most {bound:.3g}): another model, dtype or kernel; nothing can be said of speculation"
-        ], INCONCLUSIVE
-    reasons = []
-    if counts["flip"] or counts["leak"]:
-        reasons.append(
+        )
+        return Conclusion(INCONCLUSIVE, (why,))
+    beyond = counts["flip"] + counts["leak"]
+    usual = rule.usual(beyond, coverage["compared"], measured["beyond"], measured["differences"])
+    conclusion = Conclusion()
+    if beyond and not (measured["beyond"] and usual):
+        conclusion.add(
+            DEFECT,
             f"{counted(counts['flip'], 'token')} that the reference would not have chosen and {counts['leak']} whose "
-            f"log-probabilities are off, beyond {bound:.3g} nats"
+            f"log-probabilities are off, beyond {bound:.3g} nats",
         )
-    own, runs = typical["own"], typical["runs"]
+    own, runs = measured["median"], measured["median_of_runs"]
     if own is not None and runs is not None and runs > rule.bound(own):
-        reasons.append(
-            f"half of all tokens are off by {runs:.3g} nats or more, where the reference is by {own:.3g} from itself"
+        conclusion.add(
+            DEFECT,
+            f"half of all tokens are off by {runs:.3g} nats or more, where the reference is by {own:.3g} from itself",
         )
-    if reasons:
-        return reasons, DEFECT
+    if conclusion.reasons:
+        return conclusion
+    if beyond:
+        conclusion.add(
+            INCONCLUSIVE,
+            f"{counted(beyond, 'token')} of {coverage['compared']} beyond {bound:.3g} nats, and so are "
+            f"{measured['beyond']} of the reference's {measured['differences']} differences to itself",
+        )
+    if measured["margin"] is not None and bound > measured["margin"]:
+        conclusion.add(
+            INCONCLUSIVE,
+            f"the bound of {bound:.3g} nats exceeds the reference's median margin of {measured['margin']:.3g} between "
+            "its first two tokens: a wrong token passes for a tie; ask it one request at a time, or in float32",
+        )
+    if not rule.usual(ties["server"], ties["tokens"], ties["reference"], ties["reference_tokens"]):
+        conclusion.add(
+            INCONCLUSIVE,
+            f"{counted(ties['server'], 'tie')} in {ties['tokens']} tokens, where the reference itself has "
+            f"{ties['reference']} in {ties['reference_tokens']}; expected no more than noise explains",
+        )
     share = coverage["compared"] / max(1, coverage["tokens"])
     if share < rule.compared:
-        reasons.append(f"only {share:.0%} of the tokens could be compared, expected {rule.compared:.0%}")
-    return reasons, INCONCLUSIVE if reasons or coverage["not_run"] else PASS
+        why = f"only {share:.0%} of the tokens could be compared, expected {rule.compared:.0%}"
+        conclusion.add(INCONCLUSIVE, why)
+    return conclusion

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from .. import __version__
-from ..case import Prompt
-from ..errors import Unsupported, UsageError
-from ..journal import append_journal, resume_journal
+from ..base.errors import Unsupported, UsageError
+from ..base.journal import append_journal, resume_journal
+from ..tree.case import Prompt
 from .api import Api, Completion, Failed
 from .judge import Rule, conclude, positions
 
@@ -106,7 +106,7 @@ def run_servers(
 
 
 def _prompt(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> dict:
-    empty = {"own": [], "control": [], "runs": []}
+    empty = {"own": [], "changed": {"reference": 0, "tokens": 0}, "control": [], "runs": []}
     try:
         return {"id": prompt.id, "prompt": prompt.text, "reason": None} | measure(server, reference, prompt, settings)
     except Failed as error:
@@ -114,7 +114,8 @@ def _prompt(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> 
 
 
 def measure(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> dict:
-    """{"own": the reference's |differences| to itself, "control": those of the two servers on forced text, "runs"}.
+    """{"own": the reference's |differences| to itself, "changed": how many of the tokens that it decodes are not its
+    first when forced, "control": the |differences| of the two servers on forced text, "runs"}.
 
     A run: {"tokens", "same_text", "positions", "ending"}; ending is set where it stopped and the reference goes on.
     """
@@ -129,7 +130,10 @@ def measure(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> 
             scores[key] = score(by, text, run, settings)
         return scores[key]
 
-    own = [position.delta for run in plain for position in positions(run, forced(run))]
+    repeated = [positions(run, forced(run)) for run in plain]
+    own = [position.delta for row in repeated for position in row]
+    once = [p for row in {run.tokens: row for run, row in zip(plain, repeated, strict=True)}.values() for p in row]
+    changed = {"reference": sum(position.regret > 0 for position in once), "tokens": len(once)}
     for run in plain[1:]:  # once more, as long as it says the same
         same = _common(plain[0].tokens, run.tokens)
         own += [position.delta for position in positions(run, [(top, None) for top, _ in _tops(plain[0])[: same + 1]])]
@@ -153,7 +157,7 @@ def measure(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> 
                 "ending": _ending(run, plain[0]),
             }
         )
-    return {"own": own, "control": control, "runs": runs}
+    return {"own": own, "changed": changed, "control": control, "runs": runs}
 
 
 def _ending(run: Completion, plain: Completion) -> dict | None:

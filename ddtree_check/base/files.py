@@ -1,0 +1,103 @@
+"""Text files in, and text files out that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+PART = ".ddtree-check-part"  # ends the name of a file that is being written
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file (a byte order mark is dropped). Raises ValueError naming the file and the cause."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8, expected a UTF-8 text file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}, expected a readable file") from None
+
+
+def parse_json(text: str, where: str) -> object:
+    """The value of a JSON text. Raises ValueError beginning with `where`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: {error.msg} at character {error.pos}, expected JSON") from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or lists within lists within ...
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}, expected JSON") from None
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
+    """(line number, value) of each line that is not blank. Raises ValueError naming the line, or when there is none."""
+    lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path}: empty, expected one JSON value a line")
+    for number, line in lines:
+        yield number, parse_json(line, f"{path}:{number}")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 file. A run killed meanwhile leaves the old file or the new one, never a part.
+
+    Raises ValueError if the file cannot be written, or is no regular file.
+    """
+    with _part_of(path) as (target, part), part.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+        part.replace(target)
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise ValueError, before a long run, if `write_text` could not write there."""
+    with _part_of(path) as (_, part):
+        part.touch(exist_ok=False)
+
+
+def clear_parts(folder: Path, name: str = "*") -> None:
+    """Remove what killed runs left of files that they were writing; name: a pattern of the files meant."""
+    with contextlib.suppress(OSError):
+        for part in folder.glob(f".{name}.*{PART}"):
+            pid = part.name.removesuffix(PART).rpartition(".")[2]
+            if pid.isdecimal() and not _runs(int(pid)):
+                part.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return pid != os.getpid()
+
+
+@contextlib.contextmanager
+def _part_of(path: str | Path):
+    """Yield the file meant (a link is followed) and a file beside it to write first, gone at the end."""
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        raise ValueError(f"output: {path} is not a regular file, expected the name of a file to write")
+    clear_parts(target.parent, glob.escape(target.name))
+    part = target.with_name(f".{target.name}.{os.getpid()}{PART}")
+    try:
+        yield target, part
+    except OSError as error:
+        raise ValueError(f"output: {path} {unwritable(error)}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def unwritable(error: OSError) -> str:
+    """Return why a file cannot be written, and the next step."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    step = "make room there or name a file on another disk" if full else "expected a file in a folder"
+    return f"cannot be written ({error.strerror}), {step}"

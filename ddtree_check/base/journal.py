@@ -1,0 +1,59 @@
+"""A file of what is finished: JSON lines, the first says which run they belong to. A killed run goes on after them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from .errors import UsageError, usage_errors
+from .files import parse_json, unwritable
+
+
+def read_journal(path: str | Path) -> list:
+    """Its lines, the head first; [] if there is no file. A last line without an end is cut off: a run died in it.
+
+    Raises UsageError naming the file and the line.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+    except OSError as error:
+        raise UsageError(f"journal: {path} cannot be read ({error.strerror}), expected a file in a folder") from None
+    try:
+        lines = whole.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"journal: {path}: byte {error.start} is not UTF-8, expected a journal") from None
+    with usage_errors():
+        return [parse_json(line, f"journal: {path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def resume_journal(path: str | Path, head: dict) -> list:
+    """The finished lines of the run that `head` describes; a new journal gets the head.
+
+    Raises UsageError for a journal of another run, and for a file that cannot be written.
+    """
+    found = read_journal(path)
+    if not found:
+        append_journal(path, head)
+        return []
+    if found[0] != json.loads(json.dumps(head)):
+        raise UsageError(
+            f"journal: {path} belongs to a run with other settings; give another file or the same settings"
+        )
+    return found[1:]
+
+
+def append_journal(path: str | Path, line: dict) -> None:
+    """One more line, on the disk when this returns. Raises UsageError if it cannot be written."""
+    try:
+        with Path(path).open("ab") as file:
+            file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UsageError(f"journal: {path} {unwritable(error)}") from None
