@@ -222,9 +222,9 @@ def _toml(path: Path, options: dict) -> None:
 
 def judge(given) -> int:
     from ddtree_check.engines import load_engine
+    from ddtree_check.engines.recorded import TraceEngine
     from ddtree_check.flows.check import Settings
     from ddtree_check.flows.replay import judge_trace, wrong_parents
-    from ddtree_check.trace.recorded import TraceEngine
 
     live: dict = {}
     for served in sorted(Path(given.name).rglob("served.json")):
@@ -376,8 +376,8 @@ def cause(given) -> int:
     In std of the row. The state is cached by a step of the scheduler that may run beside the next verify.
     """
     from ddtree_check.engines import load_engine
+    from ddtree_check.engines.recorded import tensor
     from ddtree_check.trace.read import read_trace
-    from ddtree_check.trace.recorded import tensor
 
     live, found = {}, []
     for folder in sorted({path.parent for path in Path(given.name).rglob("traces/rank*/*.safetensors")}):

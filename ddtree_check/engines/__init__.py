@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ENGINES = {  # looked up by name, imported on first use
     "transformers": "ddtree_check.engines.transformers.engine:TransformersEngine",
-    "trace": "ddtree_check.trace.recorded:TraceEngine",
+    "trace": "ddtree_check.engines.recorded:TraceEngine",
     "sglang": "ddtree_check.engines.sglang.engine:SGLangEngine",
 }
 REPLAYED = ("trace",)  # run nothing: they give back passes that were recorded

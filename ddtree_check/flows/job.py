@@ -404,8 +404,8 @@ def _run_trace(job: Job, progress) -> dict:
     trace = read_trace(job.trace)
     with quiet_libraries():
         from ..engines import load_engine
+        from ..engines.recorded import TraceEngine
         from ..engines.transformers import loading
-        from ..trace.recorded import TraceEngine
         from .replay import judge_trace
 
         steps = _select_steps(job, trace)

@@ -18,6 +18,7 @@ from .. import __version__
 from ..base.errors import Unsupported, UsageError, usage_errors
 from ..engines import ASSUMED
 from ..engines.checked import complete
+from ..engines.recorded import TraceEngine, layers_to_json, tensor
 from ..judge.case import Outcome, Runs, judge_case
 from ..judge.differences import Differences, join, measure, measure_any, row_hashes
 from ..judge.known import excuse, load_known
@@ -28,7 +29,6 @@ from ..judge.sampling.processing import Sampling
 from ..judge.ties import TieTrack
 from ..model.wiring import FORKED, Conv, State, Wiring, reads
 from ..trace.model import SUFFIX, Step, TopLogits
-from ..trace.recorded import TraceEngine, layers_to_json, tensor
 from ..trace.write import TraceWriter
 from ..tree.accept import Accepted, compare_walks, greedy_walk
 from ..tree.case import Case

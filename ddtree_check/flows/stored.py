@@ -15,10 +15,10 @@ import torch
 
 from ..base.errors import Unsupported
 from ..engines import walk
+from ..engines.recorded import tensor
 from ..judge.nodes import CONTROL, MODES
 from ..model.wiring import contaminated
 from ..trace.model import Committed, Step, Stored
-from ..trace.recorded import tensor
 from .commit import Accept, Commit, Contents, Judge, Left, Search, Standard, gather, leaves_first_branch
 
 STATE = "state"  # the pattern of what is no commit but the state at a node of a pass

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..base.conclusion import INCONCLUSIVE, USAGE
+from ..base.conclusion import INCONCLUSIVE, USAGE, ExitCode
 from ..base.errors import UsageError
 from ..report.record import load_record
 from .config import Cell
@@ -45,7 +45,7 @@ class CellResult:
         for name, kind in kinds.items():
             if type(getattr(self, name)) is not kind:
                 raise ValueError(f"cell: {name} is {getattr(self, name)!r:.40}, expected {kind.__name__}")
-        if self.exit_code not in WORDS or not 0 <= self.seconds < math.inf:
+        if self.exit_code not in list(ExitCode) or not 0 <= self.seconds < math.inf:
             raise ValueError(f"cell: exit code {self.exit_code} after {self.seconds} s, expected 0 to 3 and a time")
 
     def to_json(self) -> dict:

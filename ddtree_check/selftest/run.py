@@ -24,6 +24,7 @@ from ..base.resources import DRAFTER, EMBEDDED
 from ..engines import load_engine
 from ..engines.capacity import plan
 from ..engines.dflash import load as load_drafter
+from ..engines.recorded import TraceEngine
 from ..engines.transformers.engine import TransformersEngine
 from ..engines.transformers.loading import build_random, parse_dtype
 from ..flows.batch import batch_runs
@@ -35,7 +36,6 @@ from ..judge.nodes import CONTROL
 from ..judge.sampling.processing import Sampling
 from ..model.small_shapes import SHAPES
 from ..model.wiring import FORKED, Wiring
-from ..trace.recorded import TraceEngine
 from ..tree.draft_tree import DraftTree
 from ..tree.drafts.shapes import shape
 from . import inject

@@ -44,7 +44,7 @@ def test_what_the_work_raises_is_raised_here_and_leaves_nothing():
 
 
 def test_a_worker_that_is_killed_is_one_line():
-    with pytest.raises(UsageError, match="worker: one of 2 processes was killed, .* OMP_NUM_THREADS=1"):
+    with pytest.raises(UsageError, match=r"worker: one of 2 processes was killed, .* OMP_NUM_THREADS=1"):
         list(apart(lambda item: os.kill(os.getpid(), signal.SIGKILL), range(2), 2))
     assert list(apart(str, range(2), 2)) == ["0", "1"]
 

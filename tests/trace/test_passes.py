@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 
 from ddtree_check.base.errors import UsageError
+from ddtree_check.engines.recorded import TraceEngine, tensor
 from ddtree_check.trace.lint import lint
 from ddtree_check.trace.model import FORMAT, widen
 from ddtree_check.trace.read import read_trace
-from ddtree_check.trace.recorded import TraceEngine, tensor
 from ddtree_check.trace.write import TraceWriter
 
 VOCAB = 50

@@ -19,6 +19,7 @@ import torch
 from ddtree_check.base.errors import UsageError
 from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.cli.main import main
+from ddtree_check.engines.recorded import TraceEngine
 from ddtree_check.engines.sglang import pools
 from ddtree_check.engines.sglang import recorder as recording
 from ddtree_check.engines.sglang.recorder import (
@@ -40,7 +41,6 @@ from ddtree_check.flows.replay import judge_trace
 from ddtree_check.model.wiring import UNFORKED
 from ddtree_check.trace.lint import lint
 from ddtree_check.trace.read import read_trace
-from ddtree_check.trace.recorded import TraceEngine
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.shapes import shape
 from tests.fake_sglang import VOCAB, Server

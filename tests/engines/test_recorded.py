@@ -14,6 +14,7 @@ import torch
 from ddtree_check.base.errors import UsageError
 from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.cli.main import main
+from ddtree_check.engines.recorded import TraceEngine, layers_from_json, layers_to_json
 from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.commit import flat_contents
 from ddtree_check.flows.replay import judge_trace, record_trace
@@ -25,7 +26,6 @@ from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.trace.model import PASSES
 from ddtree_check.trace.read import read_trace
-from ddtree_check.trace.recorded import TraceEngine, layers_from_json, layers_to_json
 from ddtree_check.trace.write import TraceWriter
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.paths import leaf_paths, padded_chain

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from ..base.errors import Unsupported, UsageError
-from ..engines import BaseEngine
 from ..model.wiring import Attention, Conv, Layer, State, Wiring
-from .model import Pass, Step, Stored, TopLogits, Trace
-from .read import read_trace
+from ..trace.model import Pass, Step, Stored, TopLogits, Trace
+from ..trace.read import read_trace
+from . import BaseEngine
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 OPS = {"conv": Conv, "state": State, "attention": Attention}
