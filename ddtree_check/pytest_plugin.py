@@ -13,7 +13,8 @@ from _pytest.mark.expression import Expression
 
 from .base.errors import Unsupported, UsageError
 from .flows.job import BUDGET, Job, case_ids, run, whole_numbers
-from .report.terminal import case_where, layout, mode_verdict, node_table, remarks, verdict_line, worst_nodes
+from .report.columns import mode_verdict
+from .report.terminal import case_where, layout, node_table, remarks, verdict_line, worst_nodes
 from .report.text import GREEN, plain
 
 REQUIRED = ("linear", "tree_forked")
@@ -154,7 +155,7 @@ class CaseItem(LeakageItem):
         yield from case_where(case, self.mode)
         worst = worst_nodes(case, self.mode)[:5]
         if worst:
-            yield layout(node_table("", worst, record["tokens"]), None)
+            yield layout(node_table("", worst, record), None)
         yield f"again: {self.parent.repeat(self.prompt).command()}"
 
 
