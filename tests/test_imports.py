@@ -37,6 +37,7 @@ WITHOUT_TORCH = (  # a folder stands for all its modules
     "engines.sglang.recorder",
     "engines.sglang.scripted",
     "judge.rule",
+    "judge.figures",
     "judge.conclude",
     "judge.sampling.processing",
     "judge.sampling.draws",
