@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@# Without what it pins: its classes need torch and transformers alone. The tests hold our reading of its form to them.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps dflash || echo "no package dflash: tests/test_dflash.py will say what it skips"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps dflash || echo "no package dflash: tests/engines/test_dflash.py will say what it skips"
 	@touch $@
 
 compare: $(STAMP)

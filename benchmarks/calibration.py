@@ -30,24 +30,27 @@ from scipy.stats import binomtest
 from tabulate import tabulate
 from transformers import AutoConfig
 
-from ddtree_check import inject
-from ddtree_check.batch import batch_runs
-from ddtree_check.case import load_prompts
-from ddtree_check.check import Item, Settings, check
-from ddtree_check.commit import accept_nodes, flat_contents
-from ddtree_check.draft import shape
-from ddtree_check.engines import load_engine, loading
-from ddtree_check.engines.transformers import TransformersEngine
-from ddtree_check.inject import Faulty, Remembered, keeps
-from ddtree_check.job import quiet_libraries
-from ddtree_check.known import load_known
-from ddtree_check.plan import plan
-from ddtree_check.resources import fixtures_dir
-from ddtree_check.rounds import Rounds, generate
-from ddtree_check.tiny import SHAPES
-from ddtree_check.tree import DraftTree
-from ddtree_check.verdict import Rule
-from ddtree_check.wiring import FORKED, Wiring
+from ddtree_check.base.resources import fixtures_dir
+from ddtree_check.engines.capacity import plan
+from ddtree_check.engines.registry import load_engine
+from ddtree_check.engines.transformers import loading
+from ddtree_check.engines.transformers.engine import TransformersEngine
+from ddtree_check.flows.batch import batch_runs
+from ddtree_check.flows.check import Item, Settings, check
+from ddtree_check.flows.job import quiet_libraries
+from ddtree_check.flows.rounds import Rounds, generate
+from ddtree_check.judge.commit import flat_contents
+from ddtree_check.judge.known import load_known
+from ddtree_check.judge.rule import Rule
+from ddtree_check.judge.sampling.processing import Sampling
+from ddtree_check.model.small_shapes import SHAPES
+from ddtree_check.model.wiring import FORKED, Wiring
+from ddtree_check.selftest import inject
+from ddtree_check.selftest.inject import Faulty, Remembered, keeps
+from ddtree_check.tree.accept import accept_nodes
+from ddtree_check.tree.case import load_prompts
+from ddtree_check.tree.draft_tree import DraftTree
+from ddtree_check.tree.drafts.shapes import shape
 
 TRAINED = ("tiny-qwen3_5", "tiny-mamba2-hybrid", "tiny-lfm2")  # of fixtures/models
 DRAWN = ("qwen3_5_text", "bamba", "lfm2", "kimi_linear", "minimax", "olmo_hybrid", "falcon_h1", "qwen3")  # of tiny.py
@@ -261,7 +264,9 @@ def _trial(engine, item: Item, make: Callable, share: float, by: str) -> bool | 
         found = batch_runs(make(engine, tree, share), [item, other], settings, (2,))["findings"]
         return any(one["check"] == by and one["verdict"] == "fail" for one in found)
     if by == "sampling":
-        settings = Settings(controls=2, attribute=False, temperature=0.8, repetition_penalty=1.3, draws=20)
+        settings = Settings(
+            controls=2, attribute=False, sampling=Sampling(temperature=0.8, repetition_penalty=1.3), draws=20
+        )
         (case,) = check(make(engine, tree, share), [item], settings)["cases"]
         return case["modes"]["tree_forked"]["verdict"] == "fail"
     if by == "acceptance":
@@ -370,7 +375,7 @@ EDGES = {
 
 def edges(given, done: dict, write: Callable) -> None:
     """One wrong edge, in one channel, at one node, for every node of one tree in turn."""
-    from ddtree_check.compare import measure
+    from ddtree_check.judge.differences import measure
 
     for dtype in given.dtype.split(","):
         engine = engine_of("tiny-qwen3_5", dtype)

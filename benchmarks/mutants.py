@@ -37,21 +37,21 @@ HEAVY = (
     "transformers.models.qwen3_5.modeling_qwen3_5", "safetensors.torch", "tokenizers", "typer", "rich.progress",
 )  # fmt: skip
 LIMIT = 900  # seconds for one mutant's tests; beyond it the mutant counts as killed: it hangs
-FLOW = ("tests/test_check.py",)
+FLOW = ("tests/flows/test_check.py",)
 FLOW_TESTS = "right_engine or wrong_tree_pass or wrong_linear or insensitive or one_bit or nan or attention_only"
 FILES = {  # file of the package -> share of the mutants, tests that run first
-    "wiring.py": (14, ("tests/test_wiring.py",)),
-    "compare.py": (9, ("tests/test_compare.py",)),
-    "verdict.py": (14, ("tests/test_verdict.py",)),
-    "engines/transformers.py": (14, ("tests/test_transformers_engine.py",)),
-    "mixers/causal_conv.py": (3, ("tests/test_mixers.py",)),
-    "mixers/decay.py": (4, ("tests/test_mixers.py",)),
-    "mixers/gated_delta.py": (5, ("tests/test_mixers.py",)),
-    "mixers/mamba1.py": (3, ("tests/test_mixers_mamba.py",)),
-    "mixers/mamba2.py": (4, ("tests/test_mixers_mamba.py",)),
-    "mixers/kda.py": (4, ("tests/test_mixers_more.py",)),
-    "mixers/lightning.py": (3, ("tests/test_mixers_more.py",)),
-    "mixers/rg_lru.py": (3, ("tests/test_mixers_more.py",)),
+    "wiring.py": (14, ("tests/model/test_wiring.py",)),
+    "compare.py": (9, ("tests/judge/test_differences.py",)),
+    "verdict.py": (14, ("tests/judge/test_verdict.py",)),
+    "engines/transformers.py": (14, ("tests/engines/transformers/test_engine.py",)),
+    "mixers/causal_conv.py": (3, ("tests/model/test_mixers.py",)),
+    "mixers/decay.py": (4, ("tests/model/test_mixers.py",)),
+    "mixers/gated_delta.py": (5, ("tests/model/test_mixers.py",)),
+    "mixers/mamba1.py": (3, ("tests/model/test_mixers_mamba.py",)),
+    "mixers/mamba2.py": (4, ("tests/model/test_mixers_mamba.py",)),
+    "mixers/kda.py": (4, ("tests/model/test_mixers_more.py",)),
+    "mixers/lightning.py": (3, ("tests/model/test_mixers_more.py",)),
+    "mixers/rg_lru.py": (3, ("tests/model/test_mixers_more.py",)),
 }
 EXCUSED = {  # a survivor's name without its line -> why it changes no verdict
     "engines/transformers.py: max(map(len, paths)) -> min(map(len, paths))":

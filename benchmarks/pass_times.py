@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from ddtree_check.compare import measure
-from ddtree_check.draft import shape
-from ddtree_check.engines import load_engine
-from ddtree_check.noise import leaf_paths
-from ddtree_check.tree import DraftTree
-from ddtree_check.wiring import FORKED, UNFORKED
+from ddtree_check.engines.registry import load_engine
+from ddtree_check.judge.differences import measure
+from ddtree_check.model.wiring import FORKED, UNFORKED
+from ddtree_check.tree.draft_tree import DraftTree
+from ddtree_check.tree.drafts.shapes import shape
+from ddtree_check.tree.paths import leaf_paths
 
 
 def timed(call, device: torch.device, repeats: int) -> float:

@@ -12,13 +12,14 @@ import argparse
 
 import numpy as np
 
-from ddtree_check.drafting import draft_cases
-from ddtree_check.draws import Walks, power, test
-from ddtree_check.engines import load_engine, loading
-from ddtree_check.job import Job, select_prompts
-from ddtree_check.sampling import Sampling, history, noise, process, stream, to_numpy
-from ddtree_check.settings import Item, Settings
-from ddtree_check.wiring import FORKED, UNFORKED
+from ddtree_check.engines.registry import load_engine
+from ddtree_check.engines.transformers import loading
+from ddtree_check.flows.drafting import draft_cases
+from ddtree_check.flows.job import Job, select_prompts
+from ddtree_check.flows.settings import Item, Settings
+from ddtree_check.judge.sampling.draws import Walks, power, test
+from ddtree_check.judge.sampling.processing import Sampling, history, noise, process, stream, to_numpy
+from ddtree_check.model.wiring import FORKED, UNFORKED
 
 LEVELS = (0.05, 0.01)
 SIMULATIONS = 499
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     sampling = Sampling(args.temperature, top_p=args.top_p)
-    settings = Settings(budgets=(16,), temperature=args.temperature, top_p=args.top_p)
+    settings = Settings(budgets=(16,), sampling=sampling)
     engine = load_engine("transformers", None, dtype=args.dtype, device="cpu")
     tokenizer = loading.load_tokenizer(loading.resolve(None))
     cases = []

@@ -44,7 +44,7 @@ def checkpoint(given) -> int:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from ddtree_check.resources import fixtures_dir
+    from ddtree_check.base.resources import fixtures_dir
 
     source, folder = fixtures_dir() / "models" / MODEL, Path(given.out)
     weights = load_file(source / "model.safetensors")
@@ -137,9 +137,9 @@ def blocks(given) -> int:
     """
     import numpy as np
 
-    from ddtree_check import dflash
-    from ddtree_check.engines import load_engine
-    from ddtree_check.trace import read_trace
+    from ddtree_check.engines import dflash
+    from ddtree_check.engines.registry import load_engine
+    from ddtree_check.trace.read import read_trace
 
     found, live = {}, {}
     for folder in sorted({path.parent for path in Path(given.traces).rglob("*.safetensors")}):

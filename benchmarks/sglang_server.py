@@ -112,8 +112,8 @@ def texts(given) -> int:
     """Greedy continuations by the transformers engine, for 24 prompts of 20 to 150 tokens, 60 tokens each."""
     from tokenizers import Tokenizer
 
-    from ddtree_check.engines import load_engine
-    from ddtree_check.resources import fixtures_dir
+    from ddtree_check.base.resources import fixtures_dir
+    from ddtree_check.engines.registry import load_engine
 
     engine = load_engine("transformers", MODEL, dtype="float32")
     tokenizer = Tokenizer.from_file(str(fixtures_dir() / "models" / MODEL / "tokenizer.json"))
@@ -152,7 +152,7 @@ def serve(given) -> int:
     _toml(folder / "record.toml", options)
     os.environ["DDTREE_CHECK_RECORD"] = str(folder / "record.toml")
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = args["dtype"]
-    from ddtree_check.resources import fixtures_dir
+    from ddtree_check.base.resources import fixtures_dir
 
     models = fixtures_dir() / "models"
     places = {"MODEL": str(models / MODEL), "DRAFTER": str(models / "tiny-dflash"), "CHECKPOINT": given.checkpoint}
@@ -221,10 +221,10 @@ def _toml(path: Path, options: dict) -> None:
 
 
 def judge(given) -> int:
-    from ddtree_check.check import Settings
-    from ddtree_check.engines import load_engine
-    from ddtree_check.engines.trace import TraceEngine
-    from ddtree_check.replay import judge_trace, wrong_parents
+    from ddtree_check.engines.recorded import TraceEngine
+    from ddtree_check.engines.registry import load_engine
+    from ddtree_check.flows.check import Settings
+    from ddtree_check.flows.replay import judge_trace, wrong_parents
 
     live: dict = {}
     for served in sorted(Path(given.name).rglob("served.json")):
@@ -375,9 +375,9 @@ def cause(given) -> int:
 
     In std of the row. The state is cached by a step of the scheduler that may run beside the next verify.
     """
-    from ddtree_check.engines import load_engine
-    from ddtree_check.engines.trace import tensor
-    from ddtree_check.trace import read_trace
+    from ddtree_check.engines.recorded import tensor
+    from ddtree_check.engines.registry import load_engine
+    from ddtree_check.trace.read import read_trace
 
     live, found = {}, []
     for folder in sorted({path.parent for path in Path(given.name).rglob("traces/rank*/*.safetensors")}):

@@ -17,16 +17,16 @@ import time
 import numpy as np
 import torch
 
-from ddtree_check.case import load_prompts
-from ddtree_check.check import Item, Settings, check
-from ddtree_check.draft import shape
-from ddtree_check.engines import load_engine
-from ddtree_check.engines.loading import load_tokenizer, resolve
-from ddtree_check.job import engine_args
+from ddtree_check.base.resources import fixtures_dir
+from ddtree_check.engines.registry import load_engine
+from ddtree_check.engines.transformers.loading import load_tokenizer, resolve
+from ddtree_check.flows.check import Item, Settings, check
+from ddtree_check.flows.job import engine_args
+from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.report.record import write_record
-from ddtree_check.resources import fixtures_dir
-from ddtree_check.tree import DraftTree
-from ddtree_check.wiring import FORKED, UNFORKED
+from ddtree_check.tree.case import load_prompts
+from ddtree_check.tree.draft_tree import DraftTree
+from ddtree_check.tree.drafts.shapes import shape
 
 PASSES = ("prefill", "step", "decode", "verify", "commit", "contents", "forward")
 

@@ -11,31 +11,25 @@ from collections.abc import Iterator
 import pytest
 from _pytest.mark.expression import Expression
 
-from .errors import Unsupported, UsageError
-from .job import BUDGET, Job, case_ids, run, whole_numbers
-from .report.terminal import case_where, layout, mode_verdict, node_table, remarks, verdict_line, worst_nodes
+from .base.errors import Unsupported, UsageError
+from .base.options import offered
+from .flows.job import RUN, Job, case_ids, job_of, run
+from .flows.settings import Settings
+from .report.columns import mode_verdict
+from .report.terminal import case_where, layout, node_table, remarks, verdict_line, worst_nodes
 from .report.text import GREEN, plain
 
-REQUIRED = ("linear", "tree_forked")
-OPTIONS = {  # option -> default, help
-    "model": (None, "name, path or hub id of the model (default: the tiny trained hybrid of ddtree-check)"),
-    "engine": ("transformers", "what runs the model (default: transformers)"),
-    "budget": (BUDGET, f"draft nodes per tree, one tree for each number (default: {BUDGET})"),
-    "prompts": (None, "prompt file, or humaneval (default: 8 code prompts of ddtree-check)"),
-    "dtype": (None, "float32, bfloat16, float16 or float64 (default: the checkpoint's)"),
-    "weights": ("real", "real or random (default: real)"),
-    "limit": (None, "only the first so many prompts"),
-}
-
-
+OPTIONS = offered("compare", RUN)
 PLAN = pytest.StashKey[tuple[Job, dict[str, list[str]]]]()  # set if the run asks for leakage tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ddtree-check", "tree verification on hybrid models (only with -m leakage)")
-    for name, (default, text) in OPTIONS.items():
-        kind = int if name == "limit" else str
-        group.addoption(f"--ddtree-{name}", default=default, type=kind, help=text, metavar=name.upper())
+    for each in OPTIONS:
+        kind = {"action": "append"} if each.repeat else {"type": each.kind.scalar}
+        how = {"action": "store_true"} if each.kind.scalar is bool else kind | {"metavar": each.metavar}
+        flag = each.flag().replace("--", "--ddtree-", 1)
+        group.addoption(flag, dest=f"ddtree_{each.name}", default=None, help=each.help_text, **how)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,10 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if not selects_leakage(config.getoption("markexpr")):
         return
-    value = {name: config.getoption(f"ddtree_{name}") for name in OPTIONS}
     try:
-        budgets = whole_numbers("--ddtree-budget", value.pop("budget"))
-        job = Job(**value, settings={"budgets": budgets, "require": REQUIRED})
+        job = job_of("compare", {each.name: config.getoption(f"ddtree_{each.name}") for each in OPTIONS})
         config.stash[PLAN] = job, case_ids(job)
     except UsageError as error:  # here and not with the items: a worker of pytest-xdist could only crash
         raise pytest.UsageError(f"ddtree-check: {error}") from None
@@ -82,7 +74,7 @@ class LeakageSuite(pytest.Collector):
             CaseItem.from_parent(self, name=plain(f"{case}::{mode}"), prompt=prompt, case=case, mode=mode)
             for prompt, cases in self.cases.items()
             for case in cases
-            for mode in REQUIRED
+            for mode in self.job.settings.get("require", Settings.require)
         ]
         return [*found, RunItem.from_parent(self, name="verdict")]
 
@@ -154,7 +146,7 @@ class CaseItem(LeakageItem):
         yield from case_where(case, self.mode)
         worst = worst_nodes(case, self.mode)[:5]
         if worst:
-            yield layout(node_table("", worst, record["tokens"]), None)
+            yield layout(node_table("", worst, record), None)
         yield f"again: {self.parent.repeat(self.prompt).command()}"
 
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace as Space
 import numpy as np
 import torch
 
-from ddtree_check.formats import to_links
-from ddtree_check.recorder import DRAFT, FORWARD, RUN, SAMPLE, install
-from ddtree_check.scripted import drafts
-from ddtree_check.tree import DraftTree
-from ddtree_check.wiring import FORKED
+from ddtree_check.engines.sglang.recorder import DRAFT, FORWARD, RUN, SAMPLE, install
+from ddtree_check.engines.sglang.scripted import drafts
+from ddtree_check.model.wiring import FORKED
+from ddtree_check.tree.draft_tree import DraftTree
+from ddtree_check.tree.formats import to_links
 from tests.models import VOCAB
 
 

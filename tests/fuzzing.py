@@ -25,23 +25,25 @@ from pathlib import Path
 
 import numpy as np
 
-from ddtree_check import cli, history
-from ddtree_check.case import load_prompts, load_tree
-from ddtree_check.commands import views
-from ddtree_check.draft import load_recorded
-from ddtree_check.errors import Unsupported, UsageError, usage_errors
+from ddtree_check.base.errors import Unsupported, UsageError, usage_errors
+from ddtree_check.base.journal import read_journal
+from ddtree_check.base.resources import DRAFTER, EMBEDDED, fixtures_dir
+from ddtree_check.cli import main as cli
+from ddtree_check.cli.commands import views
+from ddtree_check.engines.sglang.recorder import read_options
+from ddtree_check.engines.sglang.scripted import read_script
+from ddtree_check.gate import history
 from ddtree_check.gate.baseline import Baseline, load_baseline, write_baseline
 from ddtree_check.gate.cells import CellResult
 from ddtree_check.gate.config import load_config
-from ddtree_check.journal import read_journal
-from ddtree_check.known import load_known
-from ddtree_check.lint import lint
-from ddtree_check.recorder import read_options
-from ddtree_check.resources import DRAFTER, EMBEDDED, fixtures_dir
-from ddtree_check.scripted import read_script
+from ddtree_check.judge.known import load_known
 from ddtree_check.server.api import UNUSABLE, _completion, _models
 from ddtree_check.server.judge import Rule, conclude, positions
-from ddtree_check.trace import TraceWriter, read_trace
+from ddtree_check.trace.lint import lint
+from ddtree_check.trace.read import read_trace
+from ddtree_check.trace.write import TraceWriter
+from ddtree_check.tree.case import load_prompts, load_tree
+from ddtree_check.tree.drafts.recorded import load_recorded
 from tests.tiny import hand_record
 
 SECONDS, BYTES = 10, 1 << 30
@@ -276,7 +278,7 @@ def answers(path: Path) -> None:
 
 
 def model_config(path: Path) -> None:
-    from ddtree_check.engines import loading
+    from ddtree_check.engines.transformers import loading
 
     for weights in ("real", "random"):
         config = loading.load_config(str(path.parent), str(path.parent), weights)
@@ -288,7 +290,7 @@ def model_config(path: Path) -> None:
 def drafter_config(path: Path) -> None:
     import torch
 
-    from ddtree_check import dflash
+    from ddtree_check.engines import dflash
 
     target = types.SimpleNamespace(
         hidden_size=128, vocab_size=1024, layers=range(8), max_length=None, dtype=torch.float32, device="cpu"
@@ -297,7 +299,7 @@ def drafter_config(path: Path) -> None:
 
 
 def tokenizer(path: Path) -> None:
-    from ddtree_check.engines import loading
+    from ddtree_check.engines.transformers import loading
 
     loading.load_tokenizer(str(path.parent))
 

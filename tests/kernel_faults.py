@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ddtree_check.kernels.cases import FAMILIES, Case
-from ddtree_check.wiring import FORKED, UNFORKED, Conv, Layer, State, contaminated
+from ddtree_check.model.wiring import FORKED, UNFORKED, Conv, Layer, State, contaminated
 
 STATES = ("gdn", "kda", "mamba2")
 CHAIN, TREE = FAMILIES["chain"](6, 1), FAMILIES["best-first"](9, 1)

@@ -11,7 +11,6 @@ import pytest
 
 import ddtree_check
 from ddtree_check.pytest_plugin import selects_leakage
-from ddtree_check.verdict import Rule
 from tests import tiny
 from tests.tiny import break_forked, hand_record, located
 
@@ -27,7 +26,7 @@ STAND_IN = """
 import json, sys
 from pathlib import Path
 import ddtree_check.pytest_plugin as plugin
-from ddtree_check.errors import Unsupported, UsageError
+from ddtree_check.base.errors import Unsupported, UsageError
 
 here = Path(__file__).parent
 
@@ -111,7 +110,7 @@ def test_a_run_that_passes(project):
     result.assert_outcomes(passed=6, deselected=1)
     result.stdout.fnmatch_lines(["collected 7 items / 1 deselected / 6 selected"])
     assert (project.path / "commands.txt").read_text().splitlines() == [
-        "ddtree-check compare --prompts prompts.jsonl --budget 3 --require linear,tree_forked"
+        "ddtree-check compare --prompts prompts.jsonl --budget 3"
     ]
 
 
@@ -127,7 +126,7 @@ def test_a_failing_case_shows_its_worst_nodes_and_the_command(project):
     shown = text.partition("short test summary")[0]  # which repeats all of it where CI is set
     assert shown.count("Where (tree_forked in code 2/3, 1 beyond): enters at layer 0.") == 2  # the case, the run
     assert shown.count("Where (linear in code 2/3") == 1
-    command = "ddtree-check compare --dtype bfloat16 --prompts prompts.jsonl --budget 3 --require linear,tree_forked"
+    command = "ddtree-check compare --dtype bfloat16 --prompts prompts.jsonl --budget 3"
     assert f"again: {command} --only 'code 2'" in text
     assert "verdict: fail (linear pass, tree_forked fail), exit code 1" in text
     assert "FAILED leakage::code 2/3::tree_forked - code 2/3: tree_forked: fail" in text
@@ -173,7 +172,7 @@ def test_bad_input_is_one_failure_with_one_line(project):
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("--ddtree-budget=0", "ddtree-check: --ddtree-budget: got '0', expected numbers"),
+        ("--ddtree-budget=0", "ddtree-check: budget: got '0', expected numbers"),
         ("--ddtree-prompts=none.jsonl", "ddtree-check: none.jsonl: No such file"),
         ("--ddtree-limit=0", "ddtree-check: limit: got 0"),
     ],
@@ -196,7 +195,7 @@ def test_bad_options_stop_pytest_before_it_collects(project, argument, says):
 )
 def test_k_picks_cases_and_only_their_prompts_run(project, words, passed, prompts):
     leakage(project, "-k", words).assert_outcomes(passed=passed, deselected=7 - passed)
-    command = "ddtree-check compare --prompts prompts.jsonl --budget 3 --require linear,tree_forked"
+    command = "ddtree-check compare --prompts prompts.jsonl --budget 3"
     assert (project.path / "commands.txt").read_text() == command + prompts + "\n"
 
 
@@ -208,13 +207,25 @@ def test_with_xdist(project):
     assert 1 <= len((project.path / "commands.txt").read_text().splitlines()) <= 2  # once in each worker
 
 
-def test_the_required_modes_are_those_of_the_command_line():
-    from ddtree_check.check import Settings
-    from ddtree_check.job import BUDGET, whole_numbers
-    from ddtree_check.pytest_plugin import REQUIRED
+def test_the_modes_that_the_run_requires_are_the_items(project):
+    result = leakage(project, "--ddtree-require=tree_forked", "--collect-only", "-q")
+    assert result.outlines[1:4] == [ITEMS[1], ITEMS[3], ITEMS[4]]
 
-    assert Settings(rule=Rule()).require == REQUIRED
-    assert Settings().budgets == whole_numbers("budget", BUDGET)
+
+@pytest.mark.parametrize(
+    ("draft", "ids"),
+    [
+        (("--ddtree-tree=eagle",), ["code-1/eagle", "code 2/eagle"]),
+        (("--ddtree-tree=tree.json",), ["code-1/tree", "code 2/tree"]),
+        (("--ddtree-draft=recorded:drafts.jsonl",), ["code-1/2", "code 2/1"]),
+    ],
+)
+def test_items_of_trees_that_are_given(project, draft, ids):
+    trees = [{"tokens": [None, 1, 2], "parents": [-1, 0, 0]}, {"tokens": [None, 3], "parents": [-1, 0]}]
+    project.path.joinpath("tree.json").write_text(json.dumps(trees[0]))
+    project.path.joinpath("drafts.jsonl").write_text("".join(json.dumps({"tree": tree}) + "\n" for tree in trees))
+    lines = leakage(project, *draft, "--ddtree-require=linear", "--collect-only", "-q").outlines
+    assert lines[1:3] == [f"leakage::{case}::linear" for case in ids]
 
 
 def test_a_real_model(project, checkpoint, monkeypatch):

@@ -47,12 +47,13 @@ def test_the_wheel_holds_no_more_than_it_needs(site):
     models = sorted(path.name for path in (site / "ddtree_check" / "_fixtures" / "models").iterdir())
     assert models == ["tiny-dflash", "tiny-qwen3_5"]
     assert not list(site.glob("tests")) and not list(site.glob("fixtures"))
+    assert (site / "ddtree_check" / "py.typed").is_file()
     (entries,) = site.glob("*.dist-info/entry_points.txt")
-    assert "ddtree_check.pytest_plugin" in entries.read_text() and "ddtree_check.cli:main" in entries.read_text()
-    assert "ddtree_check.recorder:sglang_plugin" in entries.read_text().split("[sglang.srt.plugins]")[1]
+    assert "ddtree_check.pytest_plugin" in entries.read_text() and "ddtree_check.cli.main:main" in entries.read_text()
+    assert "ddtree_check.engines.sglang.recorder:sglang_plugin" in entries.read_text().split("[sglang.srt.plugins]")[1]
 
 
 def test_a_package_without_its_fixtures_says_so(site, tmp_path):
-    code = "from pathlib import Path; from ddtree_check.resources import fixtures_dir; fixtures_dir(Path('nowhere/x'))"
+    code = "from pathlib import Path\nfrom ddtree_check.base.resources import fixtures_dir as f\nf(Path('nowhere/x'))"
     done = outside(site, tmp_path, "-c", code)
     assert done.returncode == 1 and "reinstall ddtree-check" in done.stderr

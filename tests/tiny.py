@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory):
     import torch
     from transformers import AutoConfig
 
-    from ddtree_check.engines.loading import build_random
+    from ddtree_check.engines.transformers.loading import build_random
 
     folder = tmp_path_factory.mktemp("checkpoint")
     config = AutoConfig.for_model("qwen3_5_text", **QWEN3_5)

@@ -1,99 +1,242 @@
-"""An engine whose answers hold the tokens and rows that were asked for, or one line that says which pass had others."""
+"""Engines around engines: one that looks at every answer, and what a wrapper of one's own begins as."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
 
-from ..errors import Unsupported, UsageError
+from ..base.errors import Broken, Unsupported, UsageError
+from ..model.wiring import Layer
+from .contract import ASSUMED, BaseEngine, Engine, Watched, named
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Checked:
-    """An engine, looked at as it is used: broadcasting would turn a missing row or token into a small difference.
+class Around:
+    """An engine around another, which answers for all that a subclass does not change."""
 
-    size: columns of the vocabulary that are tokens. What follows them is padding, which some engines have in one kind
-    of pass and not in another, and is cut off in every pass. None for all that the engine says it has.
-    Raises UsageError naming the pass, the shape that came and the one expected. All else is the engine's own.
-    """
-
-    def __init__(self, engine: Any, size: int | None = None):
-        self._engine = engine
-        if size is not None:
-            self.vocab_size = size
-        kinds = (type(inner) for inner in self._wrapped())
-        self._foreign = next((kind.__name__ for kind in kinds if not kind.__module__.startswith("ddtree_check.")), None)
+    def __init__(self, engine: Any):
+        self._engine = engine if isinstance(engine, (BaseEngine, Around)) else Checked(engine)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_engine":  # a copy that is being made has no engine to ask yet
+            raise AttributeError(name)
         return getattr(self._engine, name)
 
+
+class Checked(Around):
+    """An engine made complete by the contract's defaults, and looked at as it is used.
+
+    Broadcasting would turn a missing row or token into a small difference, so every answer must have its shape. size:
+    columns of the vocabulary that are tokens. What follows them is padding, which some engines have in one kind of pass
+    and not in another, and is cut off in every pass. None for all that the engine has. name: what messages call it.
+    Logits that require a gradient are detached.
+    Raises UsageError naming the engine, the pass, what came and what was expected; Broken for what a pass raises.
+    """
+
+    def __init__(self, engine: Any, size: int | None = None, name: str | None = None):
+        if type(engine) is Checked:  # looked at once
+            size, name, engine = size or engine.vocab_size, name or engine.name, engine._engine
+        self._engine = engine
+        ours = type(engine).__module__.startswith("ddtree_check.")
+        self.name = name or (named(engine) if ours else type(engine).__name__)
+        for part in ("prefill", "verify"):
+            self._expect(callable(getattr(engine, part, None)), "has no", part, "prefill and verify at least")
+        whole = self._part("vocab_size")
+        if whole is None:
+            whole = self._guarded("prefill", lambda: engine.prefill((0,)).logits.shape[-1])
+        good = isinstance(whole, Integral) and not isinstance(whole, bool) and whole >= 2
+        self._expect(good, "vocab_size", repr(whole), "a number of at least 2")
+        if size is not None and size > whole:
+            raise UsageError(f"vocab-size: got {size}, expected at most the model's {whole}")
+        self.vocab_size = size or int(whole)
+        layers = self._part("layers")
+        self.layers = ASSUMED if layers is None else layers
+        good = isinstance(self.layers, Sequence) and all(isinstance(layer, Layer) for layer in self.layers)
+        self._expect(
+            good and len(self.layers) > 0, "layers", repr(self.layers), "a Layer of ddtree_check.model.wiring each"
+        )
+        provenance = self._part("provenance")
+        self._expect(isinstance(provenance, Mapping), "provenance", repr(provenance), "a mapping")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_engine":
+            raise AttributeError(name)
+        return partial(self._call, name) if callable(vars(Engine).get(name)) else self._part(name)
+
+    def describe(self) -> dict[str, Any]:
+        described = self._call("describe")
+        self._expect(isinstance(described, dict), "describe() gave", repr(described), "a dict with a dtype")
+        for key in ("dtype", "judged_as"):
+            value = described.get(key)
+            good = value in DTYPES if isinstance(value, str) else value is None and key == "judged_as"
+            self._expect(good, f"describe() gave {key}", repr(value), f"one of {', '.join(DTYPES)}")
+        try:
+            json.dumps(described)
+        except (TypeError, ValueError) as error:
+            self._expect(False, "describe():", str(error), "values that JSON has")
+        return {"engine": self.name} | described
+
+    def supports(self, wiring) -> str | None:
+        reason = self._call("supports", wiring)
+        good = reason is None or (isinstance(reason, str) and reason)
+        self._expect(good, "supports gave", repr(reason), "None or the reason as text")
+        return reason
+
     def prefill(self, tokens: Sequence[int]):
-        return self._cut_in(self._call("prefill", tokens), "prefill")
+        return self._holder("prefill", self._call("prefill", tokens))
 
     def step(self, prefix, token: int):
-        logits, after = self._call("step", prefix, token)
-        return self._rows("step", logits), self._cut_in(after)
+        return self._pair("step", self._call("step", prefix, token))
 
     def decode(self, prefix, tree, *, batched: bool = False):
-        return self._rows("ar (decode)", self._call("decode", prefix, tree, batched=batched), len(tree))
+        return self._logits("ar (decode)", self._call("decode", prefix, tree, batched=batched), len(tree))
 
     def verify(self, prefix, tree, wiring):
         what = f"{wiring.name if wiring else 'linear'} (verify)"
-        return self._cut_in(self._call("verify", prefix, tree, wiring), what, len(tree))
+        return self._holder(what, self._call("verify", prefix, tree, wiring), len(tree))
 
     def forward(self, paths: Sequence[Sequence[int]], keep: int):
-        return self._rows("forward", self._call("forward", paths, keep), len(paths), keep)
+        return self._logits("forward", self._call("forward", paths, keep), len(paths), keep)
 
     def commit(self, verified, node: int):
-        self._offered("commit")
-        return self._cut_in(self._call("commit", verified, node))
+        return self._holder("commit", self._call("commit", verified, node), whole=False)
 
     def contents(self, prefix):
-        self._offered("contents")
-        return self._call("contents", prefix)
+        held = self._call("contents", prefix)
+        good = isinstance(held, tuple) and len(held) == 2 and isinstance(held[0], int) and isinstance(held[1], list)
+        good = good and all(isinstance(channels, dict) for channels in held[1])
+        good = good and all(isinstance(x, torch.Tensor) for channels in held[1] for x in channels.values())
+        self._expect(good, "contents gave", type(held).__name__, "(tokens, a dict of tensors for each layer)")
+        return held
 
-    def _call(self, name: str, *args, **how):
-        """A pass of the engine. What a caller's own engine raises is its own, and told in one line."""
+    def batches(self):
+        found = self._call("batches")
+        return found if isinstance(found, str) else CheckedBatches(self, found)
+
+    def exact(self) -> Checked:
+        return Checked(self._call("exact"), self.vocab_size, f"{self.name} in float64")
+
+    @contextlib.contextmanager
+    def watch(self, layers: Sequence[int]) -> Iterator[Watched]:
+        with contextlib.ExitStack() as undo:
+            yield self._guarded("watch", lambda: undo.enter_context(self._part("watch")(layers)))
+
+    def _part(self, name: str) -> Any:
+        """Return what the engine offers under a name, or the contract's default, made of parts that are looked at."""
+        if name not in vars(Engine):
+            return getattr(self._engine, name)
+        default = vars(Engine)[name]
+        own = getattr(self._engine, name, default)
+        if getattr(own, "__func__", own) is not default:
+            return own
+        return default.__get__(self) if callable(default) else default
+
+    @property
+    def fresh(self) -> Any:
+        return getattr(self._engine, "fresh", self._engine)
+
+    def _call(self, name: str, *args, **how) -> Any:
+        return self._guarded(name, lambda: self._part(name)(*args, **how))
+
+    def _guarded(self, what: str, run: Callable) -> Any:
         try:
-            return getattr(self._engine, name)(*args, **how)
-        except (UsageError, Unsupported, MemoryError):
+            return run()
+        except (UsageError, Unsupported):
             raise
+        except SystemExit as error:
+            raise UsageError(f"engine {self.name}: {what} {told(error)}") from error
         except Exception as error:
-            if self._foreign is None:
-                raise
-            raise UsageError(
-                f"engine: {name} of {self._foreign} raised {type(error).__name__}: {str(error) or 'no words'}; "
-                "run it alone to see where"
-            ) from error
+            raise Broken(f"engine {self.name}: {what} {told(error)}") from error
 
-    def _offered(self, name: str) -> None:
-        """Raises Unsupported if the engine has no `name`, which a wrapper on the way may only pass on."""
-        for inner in self._wrapped():
-            if not hasattr(inner, name):
-                raise Unsupported(f"engine {self.describe().get('engine', type(inner).__name__)} has no {name}")
+    def _expect(self, good: object, what: str, got: str, expected: str) -> None:
+        if not good:
+            raise UsageError(f"engine {self.name}: {what} {got:.200}, expected {expected}")
 
-    def _wrapped(self) -> Iterator[Any]:
-        """The engine, and what it wraps."""
-        inner = self._engine
-        while inner is not None:
-            yield inner
-            inner = vars(inner).get("_engine") if hasattr(inner, "__dict__") else None
+    def _holder(self, what: str, holder: Any, *rows: int, whole: bool = True) -> Any:
+        """A Prefix or a Verified with its logits as they are used. whole: they must be there."""
+        try:
+            logits = holder.logits
+        except AttributeError:
+            raise Broken(f"engine {self.name}: {what} gave {type(holder).__name__}, expected logits in it") from None
+        if logits is None and not whole:
+            return holder
+        fit = self._logits(what, logits, *rows)
+        if fit is logits:
+            return holder
+        holder = copy.copy(holder)
+        self._guarded(f"a copy of what {what} gave", lambda: object.__setattr__(holder, "logits", fit))
+        return holder
 
-    def _cut_in(self, holder, what: str | None = None, *rows: int):
-        """A Prefix, or what verify gave, without padding in its logits; the pass is named where they must be there."""
-        logits = self._cut(holder.logits) if what is None else self._rows(what, holder.logits, *rows)
-        return holder if logits is holder.logits else replace(holder, logits=logits)
+    def _logits(self, what: str, logits: Any, *rows: int) -> torch.Tensor:
+        """Logits [*rows, vocabulary] without padding and gradients."""
+        wanted = [*rows, self.vocab_size]
+        kind = type(logits).__name__ if not isinstance(logits, torch.Tensor) else None
+        if kind is None and (logits.dtype not in DTYPES.values() or logits.device.type == "meta"):
+            kind = f"of {logits.dtype} on {logits.device}".replace("torch.", "")
+        if kind is None:
+            logits = logits.detach() if logits.requires_grad else logits
+            if logits.ndim and logits.shape[-1] > self.vocab_size:
+                logits = logits[..., : self.vocab_size]
+            if list(logits.shape) == wanted:
+                return logits
+            kind = list(logits.shape)
+        raise Broken(
+            f"engine {self.name}: {what} gave logits {kind}, expected {wanted}: rows and vocabulary, "
+            f"a tensor of {', '.join(DTYPES)}"
+        )
 
-    def _cut(self, logits):
-        wide = isinstance(logits, torch.Tensor) and logits.ndim and logits.shape[-1] > self.vocab_size
-        return logits[..., : self.vocab_size] if wide else logits
+    def _pair(self, what: str, answer: Any) -> tuple[torch.Tensor, Any]:
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise Broken(f"engine {self.name}: {what} gave {type(answer).__name__}, expected (logits, Prefix)")
+        return self._logits(what, answer[0]), self._holder(what, answer[1], whole=False)
 
-    def _rows(self, what: str, logits, *rows: int) -> torch.Tensor:
-        logits, wanted = self._cut(logits), (*rows, self.vocab_size)
-        got = getattr(logits, "shape", None)
-        if got is None or tuple(got) != wanted:
-            shape = type(logits).__name__ if got is None else list(got)
-            raise UsageError(f"engine: {what} gave logits {shape}, expected {list(wanted)}: rows and vocabulary")
-        return logits
+
+class CheckedBatches:
+    """Passes over several requests, looked at as those of one."""
+
+    def __init__(self, engine: Checked, batches: Any):
+        self._engine, self._batches = engine, batches
+
+    def prefill(self, prompts, **how) -> list:
+        return [self._engine._holder("prefill (batch)", prefix) for prefix in self._call("prefill", prompts, **how)]
+
+    def step(self, prefixes, tokens, **how) -> list[tuple]:
+        return [self._engine._pair("step (batch)", pair) for pair in self._call("step", prefixes, tokens, **how)]
+
+    def verify(self, prefixes, trees, wiring, **how) -> list:
+        found = self._call("verify", prefixes, trees, wiring, **how)
+        return [
+            self._engine._holder("verify (batch)", verified, len(tree))
+            for verified, tree in zip(found, trees, strict=True)
+        ]
+
+    def reorder(self, prefixes, order) -> list:
+        found = self._call("reorder", prefixes, order)
+        return [self._engine._holder("reorder (batch)", prefix, whole=False) for prefix in found]
+
+    @property
+    def fresh(self) -> Any:
+        return getattr(self._engine, "fresh", self._engine)
+
+    def _call(self, name: str, *args, **how) -> list:
+        return self._engine._guarded(f"{name} (batch)", lambda: list(getattr(self._batches, name)(*args, **how)))
+
+
+def complete(engine: Any, size: int | None = None) -> Checked:
+    """Return the engine as it is used: looked at, made complete, with so many tokens (None for all that it has)."""
+    return engine if isinstance(engine, Checked) and size in (None, engine.vocab_size) else Checked(engine, size)
+
+
+def told(error: BaseException) -> str:
+    """Return in words what code of a caller's own raised."""
+    return (
+        f"raised {type(error).__name__}: {' '.join(str(error).split()) or 'no words':.300}; run it alone to see where"
+    )

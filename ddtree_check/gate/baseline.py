@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UsageError, usage_errors
-from ..files import parse_json, read_text, write_text
+from ..base.errors import UsageError, usage_errors
+from ..base.files import parse_json, read_text, write_text
 
 SCHEMA = "ddtree-check/baseline/1"
 

@@ -15,16 +15,16 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import UsageError
+from ..base.conclusion import INCONCLUSIVE, USAGE, ExitCode
+from ..base.errors import UsageError
 from ..report.record import load_record
 from .config import Cell
 
 # An interpreter that ends with the gate, however the gate ends, and is otherwise `ddtree-check`.
 CHILD = (
     "from ddtree_check.gate.cells import end_with_parent; end_with_parent(); "
-    "from ddtree_check.cli import main; raise SystemExit(main())"
+    "from ddtree_check.cli.main import main; raise SystemExit(main())"
 )
-WORDS = {0: "pass", 1: "fail", 2: "inconclusive", 3: "error"}
 TAIL = 4000  # bytes of a log that may hold its last line
 
 
@@ -45,7 +45,7 @@ class CellResult:
         for name, kind in kinds.items():
             if type(getattr(self, name)) is not kind:
                 raise ValueError(f"cell: {name} is {getattr(self, name)!r:.40}, expected {kind.__name__}")
-        if self.exit_code not in WORDS or not 0 <= self.seconds < math.inf:
+        if self.exit_code not in list(ExitCode) or not 0 <= self.seconds < math.inf:
             raise ValueError(f"cell: exit code {self.exit_code} after {self.seconds} s, expected 0 to 3 and a time")
 
     def to_json(self) -> dict:
@@ -89,27 +89,27 @@ def run_cell(cell: Cell, record: Path, log: Path) -> CellResult:
     seconds = time.monotonic() - began
     if code is None:
         reason = f"stopped after {cell.timeout:g} s, the time limit of a case"
-        return CellResult(cell.name, "not_run", 2, reason, seconds, False)
+        return CellResult(cell.name, "not_run", INCONCLUSIVE, reason, seconds, False)
     return _result(cell.name, code, record, log, seconds)
 
 
 def _result(name: str, code: int, path: Path, log: Path, seconds: float) -> CellResult:
     if code < 0:
         reason = f"its process was ended by {signal.Signals(-code).name}, see {log}"
-        return CellResult(name, "not_run", 2, reason, seconds, False)
+        return CellResult(name, "not_run", INCONCLUSIVE, reason, seconds, False)
     if path.exists():
         try:
             record = load_record(path)
         except UsageError as error:
-            return CellResult(name, "error", 3, str(error), seconds, False)
+            return CellResult(name, "error", USAGE, str(error), seconds, False)
         if record["exit_code"] == code:
             reason = "; ".join(record["verdict"]["reasons"])
             return CellResult(name, record["verdict"]["text"], code, reason, seconds, True)
     said = _last_line(log)
-    if code == 2 and said.startswith("unsupported: "):
-        return CellResult(name, "unsupported", 2, said.removeprefix("unsupported: "), seconds, False)
+    if code == INCONCLUSIVE and said.startswith("unsupported: "):
+        return CellResult(name, "unsupported", INCONCLUSIVE, said.removeprefix("unsupported: "), seconds, False)
     said = said or f"it ended with exit code {code} and without a record"
-    return CellResult(name, "error", 3, said, seconds, False)
+    return CellResult(name, "error", USAGE, said, seconds, False)
 
 
 def _last_line(log: Path) -> str:

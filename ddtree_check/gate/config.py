@@ -10,76 +10,38 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__
-from ..errors import UsageError, usage_errors
-from ..files import parse_toml, read_text
-from ..job import RECORDED, Job, select_prompts
-from ..resources import EMBEDDED
+from ..base.errors import UsageError, usage_errors
+from ..base.files import parse_toml, read_text
+from ..base.options import Option, group, offered, option, options
+from ..base.resources import EMBEDDED
+from ..flows.job import RECORDED, RUN, Job, job_of, select_prompts
 
 SECTIONS = ("gate", "matrix", "settings", "case", "exclude")
-DEFAULTS = {
-    "name": "gate",
-    "out": "reports/gate",
-    "history": "reports/history.db",
-    "baseline": None,
-    "nights": 14,
-    "timeout": 1800,
-    "factor": 2.0,
-}
 MATRIX = ("model", "engine", "prompts", "budget", "dtype", "weights", "draft")  # in the order of a cell's name
-SECONDS = "a number of seconds, more than 0"
-SETTINGS = {  # key -> what it takes
-    "acceptance": "a finite number",
-    "length": "a whole number",
-    "order": "a text",
-    "seed": "a whole number",
-    "require": "a list of texts",
-    "ar": "a text",
-    "controls": "a whole number",
-    "accept": "a list of texts",
-    "wiring": "a text",
-    "attribute": "true or false",
-    "shape": "a text",
-    "candidates": "a whole number",
-    "temperature": "a finite number",
-    "top_k": "a whole number",
-    "top_p": "a finite number",
-    "repetition_penalty": "a finite number",
-    "presence_penalty": "a finite number",
-    "frequency_penalty": "a finite number",
-    "history": "a text",
-    "draws": "a whole number",
-}
-OF_JOB = {
-    "device": "a text",
-    "tp": "a whole number",
-    "engine_args": "a list of texts",
-    "limit": "a whole number",
-    "only": "a list of texts",
-    "tree": "a text",
-    "oracle": "true or false",
-    "rounds": "a whole number",
-}
-GATE = {
-    "name": "a text",
-    "out": "a text",
-    "history": "a text",
-    "baseline": "a text",
-    "nights": "a whole number",
-    "timeout": SECONDS,
-    "factor": "a finite number",
-}
-KINDS = {
-    "a text": lambda value: isinstance(value, str) and bool(value.strip()),
-    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "a finite number": lambda value: isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e12,
-    SECONDS: lambda value: KINDS["a finite number"](value) and value > 0,
-    "true or false": lambda value: isinstance(value, bool),
-    "a list of texts": lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value),
-}
+OPTIONS = {"budget" if each.name == "budgets" else each.name: each for each in offered("compare", RUN)}  # by key
+SETTINGS = {key: each for key, each in OPTIONS.items() if key not in MATRIX}
+
+
+@group("gate")
+class Gate:
+    """The table [gate]. timeout: seconds for a case; factor: how much a frozen noise may grow."""
+
+    name: str = option("gate", "Its name in the history.")
+    out: Path = option(Path("reports/gate"), "Folder of the reports.")
+    history: Path = option(Path("reports/history.db"), "File of the earlier nights.")
+    baseline: Path | None = option(None, "File of the frozen figures.")
+    nights: int = option(14, "Earlier nights to compare with.", least=1)
+    timeout: float = option(
+        1800, "Seconds for a case.", holds=lambda value: value > 0, expects="a number of seconds, more than 0"
+    )
+    factor: float = option(2.0, "What a frozen noise may grow by.", least=1)
+
+
+GATE = {each.name: each for each in options(Gate)}
 LIBRARIES = ("torch", "transformers", "numpy", "sglang", "triton")
 
 
@@ -93,18 +55,12 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Config:
-    """A file, read. `factor` widens what a frozen noise may come to; `text` is the whole file as JSON."""
+class Config(Gate):
+    """A file, read. `text` is the whole file as JSON."""
 
-    path: str
-    name: str
-    out: Path
-    history: Path
-    baseline: Path | None
-    nights: int
-    factor: float
-    cells: tuple[Cell, ...]
-    text: str
+    path: str = ""
+    cells: tuple[Cell, ...] = ()
+    text: str = ""
 
 
 def load_config(path: str | Path) -> Config:
@@ -119,18 +75,17 @@ def load_config(path: str | Path) -> Config:
         found = data.get(section, [])
         good = isinstance(found, list) and all(isinstance(part, dict) for part in found)
         _expect(good, where, section, found, f"tables, each beginning with [[{section}]]")
-    gate = DEFAULTS | _values(where, "gate", data.get("gate", {}), GATE)
-    _expect(gate["nights"] >= 1, where, "gate.nights", gate["nights"], "a number of at least 1")
-    _expect(gate["factor"] >= 1, where, "gate.factor", gate["factor"], "a number of at least 1")
-    shared = _values(where, "settings", data.get("settings", {}), SETTINGS | OF_JOB)
-    cells = []
+    gate = _values(where, "gate", data.get("gate", {}), GATE)
+    gate = gate | {name: Path(gate[name]) for name in ("out", "history", "baseline") if name in gate}
+    shared = _values(where, "settings", data.get("settings", {}), SETTINGS)
+    cells, timeout = [], gate.get("timeout", Gate.timeout)
     if "matrix" in data:
         for chosen in _combinations(where, data["matrix"], data.get("exclude", [])):
-            cells.append(Cell(_name(chosen), _job(chosen, shared), gate["timeout"]))
+            cells.append(_cell(where, _name(chosen), chosen | shared, timeout))
     elif "exclude" in data:
         raise UsageError(f"{where}: exclude: nothing to leave out, expected a [matrix] too")
     for number, case in enumerate(data.get("case", []), start=1):
-        cells.append(_one(where, f"case {number}", case, shared, gate["timeout"]))
+        cells.append(_one(where, f"case {number}", case, shared, timeout))
     if not cells:
         raise UsageError(f"{where}: nothing to run, expected a [matrix] or a [[case]]")
     seen: set[str] = set()
@@ -138,28 +93,25 @@ def load_config(path: str | Path) -> Config:
         if cell.name in seen:
             raise UsageError(f"{where}: two cases are named {cell.name!r}; give a [[case]] a name of its own")
         seen.add(cell.name)
-    baseline = None if gate["baseline"] is None else Path(gate["baseline"])
-    return Config(
-        where,
-        gate["name"],
-        Path(gate["out"]),
-        Path(gate["history"]),
-        baseline,
-        gate["nights"],
-        float(gate["factor"]),
-        tuple(cells),
-        json.dumps(data, sort_keys=True, default=str),
-    )
+    text = json.dumps(data, sort_keys=True, default=str)
+    return Config(**gate, path=where, cells=tuple(cells), text=text)
 
 
 def _one(where: str, what: str, case: dict, shared: dict, timeout: float) -> Cell:
-    own = {"name": "a text", "timeout": SECONDS}
-    _known(where, what, case, (*own, *MATRIX, *SETTINGS, *OF_JOB))
+    own = {name: GATE[name] for name in ("name", "timeout")}
+    _known(where, what, case, (*own, *MATRIX, *SETTINGS))
     chosen = {key: _axis(where, f"{what}: {key}", key, [case[key]])[0] if key in case else None for key in MATRIX}
-    rest = {key: value for key, value in case.items() if key not in MATRIX}
-    values = _values(where, what, rest, own | SETTINGS | OF_JOB)
-    limit = values.pop("timeout", timeout)
-    return Cell(values.pop("name", _name(chosen)), _job(chosen, shared | values), limit)
+    values = _values(where, what, {key: value for key, value in case.items() if key not in MATRIX}, own | SETTINGS)
+    limit, name = values.pop("timeout", timeout), values.pop("name", _name(chosen))
+    return _cell(where, name, chosen | shared | values, limit)
+
+
+def _cell(where: str, name: str, values: Mapping[str, object], timeout: float) -> Cell:
+    """Return a case of the gate. Raises UsageError for values that do not go together."""
+    try:
+        return Cell(name, job_of("compare", {OPTIONS[key].name: value for key, value in values.items()}), timeout)
+    except UsageError as error:
+        raise UsageError(f"{where}: case {name}: {error}") from None
 
 
 def _combinations(where: str, matrix: dict, excluded: list[dict]) -> list[dict]:
@@ -185,27 +137,13 @@ def _axis(where: str, what: str, key: str, values: object) -> list:
     _expect(isinstance(values, list) and bool(values), where, what, values, "a list with at least one value")
     found = []
     for value in values:
-        if key == "budget":
-            numbers = value if isinstance(value, list) else [value]
-            good = bool(numbers) and all(KINDS["a whole number"](part) and part >= 1 for part in numbers)
-            _expect(good, where, what, value, "a number of at least 1, or a list of such numbers")
-            value = tuple(dict.fromkeys(numbers))
-        else:
-            _expect(KINDS["a text"](value), where, what, value, "a text")
+        if key == "budget" and not isinstance(value, list):
+            value = [value]
+        _check(where, what, OPTIONS[key], value)
+        value = tuple(dict.fromkeys(value)) if key == "budget" else value
         if value not in found:
             found.append(value)
     return found
-
-
-def _job(chosen: Mapping[str, object], values: Mapping[str, object]) -> Job:
-    settings: dict[str, object] = {"budgets": chosen["budget"] or (16, 64)}
-    settings |= {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in SETTINGS}
-    own = {key: values[key] for key in ("device", "tp", "limit", "tree", "oracle") if key in values}
-    own |= {key: tuple(values[key]) for key in ("only", "engine_args") if key in values}
-    names = ("model", "engine", "prompts", "dtype", "weights", "draft")
-    own |= {key: chosen[key] for key in names if chosen[key] is not None}
-    rounds = {"rounds": {"rounds": values["rounds"]}} if "rounds" in values else {}
-    return Job(**own, **rounds, settings=settings)
 
 
 def _name(chosen: Mapping[str, object]) -> str:
@@ -220,11 +158,16 @@ def _name(chosen: Mapping[str, object]) -> str:
     return "/".join(words)
 
 
-def _values(where: str, section: str, found: dict, kinds: Mapping[str, str]) -> dict:
-    _known(where, section, found, kinds)
-    for key, value in found.items():
-        _expect(KINDS[kinds[key]](value), where, f"{section}.{key}", value, kinds[key])
-    return found
+def _values(where: str, section: str, table: dict, known: Mapping[str, Option]) -> dict:
+    _known(where, section, table, known)
+    for key, value in table.items():
+        _check(where, f"{section}.{key}", known[key], value)
+    return table
+
+
+def _check(where: str, what: str, each: Option, value: object) -> None:
+    if problem := each.problem(value):
+        raise UsageError(f"{where}: {what}: {problem}")
 
 
 def _known(where: str, section: str, found: dict, known: Iterable[str]) -> None:
@@ -244,24 +187,19 @@ def _expect(good: bool, where: str, what: str, got: object, expected: str) -> No
 
 def validate(config: Config) -> None:
     """Raises UsageError for what a run of any cell would refuse before it looks for its model. Imports torch."""
-    from ..engines import find_engine
-    from ..engines.loading import parse_dtype
-    from ..settings import Settings
+    from ..engines.registry import find_engine
+    from ..engines.transformers.loading import parse_dtype
 
     for cell in config.cells:
-        job = cell.job
         try:
-            _expect(job.weights in ("real", "random"), cell.name, "weights", job.weights, "real or random")
-            select_prompts(job)
-            find_engine(job.engine)
-            parse_dtype(job.dtype, None)
-            draft = {"draft": job.draft.partition(":")[0]} if job.draft else {}
-            Settings(**job.settings, **draft)
+            select_prompts(cell.job)
+            find_engine(cell.job.engine)
+            parse_dtype(cell.job.dtype, None)
         except UsageError as error:
             raise UsageError(f"{config.path}: case {cell.name}: {error}") from None
         except SystemExit as error:  # of a stranger's module
             raise UsageError(
-                f"{config.path}: case {cell.name}: engine {job.engine} ends its process (exit {error.code!r:.60}), "
+                f"{config.path}: case {cell.name}: engine {cell.job.engine} ends its process ({error.code!r:.60}), "
                 "expected a module that can be imported here"
             ) from None
 
@@ -303,6 +241,3 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-assert set(DEFAULTS) == set(GATE) and {"model", "engine", "prompts"} <= {field.name for field in fields(Job)}

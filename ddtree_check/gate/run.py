@@ -17,21 +17,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..errors import UsageError, usage_errors
-from ..files import check_writable, clear_parts, write_text
-from ..history import CellNight, Night, check_history, nights, store
-from ..journal import append_journal, read_journal
+from ..base.conclusion import DEFECT, INCONCLUSIVE, PASS, ExitCode, combine
+from ..base.errors import UsageError, usage_errors
+from ..base.files import check_writable, clear_parts, write_text
+from ..base.journal import append_journal, read_journal
+from ..base.words import counted
 from ..report import html, junit, nightly
 from ..report.record import load_record
 from ..report.terminal import case_where
-from ..words import counted
 from .baseline import Baseline, Metric, envelope, load_baseline, metrics, outside, write_baseline
 from .cells import CellResult, run_cell, slug
 from .config import Cell, Config, fingerprint
+from .history import CellNight, Night, check_history, nights, store
 
 SCHEMA = "ddtree-check/gate/1"
-WORST = (0, 2, 1, 3)  # exit codes, the one that decides last
-TEXTS = {0: "pass", 1: "fail", 2: "inconclusive", 3: "error"}
 FRESH = 24  # hours after which what a killed run finished is run again
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"  # the file that GitHub shows on a job's page
 
@@ -167,10 +166,10 @@ def conclude(
         drifts = [] if bounds is None else _drifts(found, bounds, record)
         code = result.exit_code
         if drifts:
-            code = max((code, 1), key=WORST.index)
-        verdict, why = "drift" if drifts and result.exit_code in (0, 2) else result.verdict, result.reason
+            code = combine(code, DEFECT)
+        verdict, why = "drift" if drifts and result.exit_code in (PASS, INCONCLUSIVE) else result.verdict, result.reason
         if judge and config.baseline is not None and record is not None and bounds is None:
-            code = max((code, 2), key=WORST.index)
+            code = combine(code, INCONCLUSIVE)
             if verdict == "pass":
                 verdict, why = "inconclusive", f"not in the baseline {config.baseline}"
         cells.append(
@@ -179,7 +178,7 @@ def conclude(
                 "command": cell.job.command(),
                 "verdict": verdict,
                 "reason": why,
-                "exit_code": code,
+                "exit_code": int(code),
                 "ran": cell.name not in resumed,
                 "seconds": result.seconds,
                 "drifts": drifts,
@@ -204,8 +203,8 @@ def conclude(
         "cells": cells,
     }
     night["notes"] = _notes(config, night, frozen, judge)
-    code = max((cell["exit_code"] for cell in cells), key=WORST.index)
-    return night | {"exit_code": code, "verdict": TEXTS[code], "line": _line(night, code)}
+    code = combine(*(cell["exit_code"] for cell in cells))
+    return night | {"exit_code": int(code), "verdict": code.text, "line": _line(night, code)}
 
 
 def _drifts(found: dict[str, Metric], bounds: dict, record: dict) -> list[dict]:
@@ -279,14 +278,14 @@ def _notes(config: Config, night: dict, frozen: Baseline | None, judge: bool) ->
     return found
 
 
-def _line(night: dict, code: int) -> str:
+def _line(night: dict, code: ExitCode) -> str:
     verdicts = [cell["verdict"] for cell in night["cells"]]
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
     drifts = sum(len(cell["drifts"]) for cell in night["cells"])
     out = f"; {counted(drifts, 'metric')} outside the baseline" if drifts else ""
     before = sum(not cell["ran"] for cell in night["cells"])
     out += f"; {before} not run tonight" if before else ""
-    return f"gate {night['gate']}: {TEXTS[code]}, {counted(len(verdicts), 'case')}: {counts}{out}, exit code {code}"
+    return f"gate {night['gate']}: {code.text}, {counted(len(verdicts), 'case')}: {counts}{out}, exit code {code}"
 
 
 def _night(config: Config, head: dict, night: dict) -> Night:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..draft import best_first, shape
-from ..errors import UsageError
-from ..formats import to_batch_links
-from ..tree import DraftTree
+from ..base.errors import UsageError
+from ..tree.draft_tree import DraftTree
+from ..tree.drafts.best_first import best_first
+from ..tree.drafts.shapes import shape
+from ..tree.formats import to_batch_links
 from .forms import FORMS, Call, CommitCall, ConvCall, DeltaCall, Mamba2Call
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,10 +84,8 @@ class Case:
     def call(self, device: str | torch.device = "cpu") -> Call:
         """The call, with fresh buffers: the same numbers every time and on every device."""
         made = _MAKERS[self.kind](self, _Draw(self))
-        for name, value in vars(made).items():
-            if isinstance(value, torch.Tensor):
-                object.__setattr__(made, name, value.to(device))
-        return made
+        moved = {name: value.to(device) for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
+        return replace(made, **moved)
 
 
 # --- families ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from ..errors import Unsupported, UsageError
+from ..base.errors import Unsupported, UsageError
 from . import reference
 from .cases import Case
 from .forms import Call, CommitCall, ConvCall

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 
 VARIABLE = "TRITON_INTERPRET"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..tree import DraftTree
+from ..tree.draft_tree import DraftTree
 from . import reference
 from .cases import SIZES, Case
 from .check import Finding

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..formats import NONE, from_links
+from ..tree.formats import NONE, from_links
 from .forms import Call, CommitCall, ConvCall
 
 RULES = {

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..mixers import causal_conv, fold, gated_delta, kda, mamba2
+from ..model.mixers import causal_conv, fold, gated_delta, kda, mamba2
 from .forms import EPSILON, Call, ConvCall, DeltaCall, Mamba2Call
 
 U = 2.0**-24
@@ -56,7 +56,7 @@ def expected(call: Call, request: int, sources: Sequence[int]) -> Expected:
     law = law_of(call)
     initial = law.initial(call, request)
     inputs = law.inputs(call, request, len(sources))
-    carry, out = fold(law.step(call), initial, inputs, sources, batched=True)
+    carry, out = fold(law.step(call), initial, inputs, sources)
     return Expected(out[:, 0], out[:, 1], law.lay(carry[:, 0]), SLACK * law.lay(carry[:, 1]), carry, initial)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from . import interpreter
 from .forms import CommitCall, ConvCall, DeltaCall, Mamba2Call
 

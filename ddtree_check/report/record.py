@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import files
-from ..errors import UsageError, usage_errors
-from ..files import parse_json, read_text, write_text
-from ..tree import DraftTree
-from ..words import counted
+from ..base import files
+from ..base.conclusion import PASS
+from ..base.errors import UsageError, usage_errors
+from ..base.files import parse_json, read_text, write_text
+from ..base.words import counted
+from ..tree.draft_tree import DraftTree
 from .text import GREEN
 
 READABLE = ("ddtree-check/1",)
@@ -116,7 +117,7 @@ def _same_nodes(nodes: list[dict], tree: DraftTree) -> None:
 
 def _follows(record: dict, where: str) -> None:
     """Refuses a pass that the record's own cases do not bear out, as one that somebody edited."""
-    if record["exit_code"] != 0:
+    if record["exit_code"] != PASS:
         return
     required = record["settings"].get("require", ())
     if not record["cases"]:

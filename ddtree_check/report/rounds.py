@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..words import counted
+from ..base.words import counted
 from .terminal import Table
 from .text import number, plain, token_text
 

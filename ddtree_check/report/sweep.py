@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import UsageError
-from ..words import counted
+from ..base.errors import UsageError
+from ..base.words import counted
 from .record import check_writable
 from .terminal import Table, head, laid_out, rounds_verdict
 from .text import number, plain

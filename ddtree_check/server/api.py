@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
-from ..errors import Unsupported, UsageError
+from ..base.errors import Unsupported, UsageError
 
 LARGEST = 16 * 2**20  # bytes of an answer: the echo of 60,000 tokens with five others each
 UNUSABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)  # of who reads one

@@ -10,11 +10,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ..server.api import Completion
-from ..words import counted
+from ..base.conclusion import DEFECT, INCONCLUSIVE, Conclusion
+from ..base.words import counted
+from .api import Completion
 
-PASS, DEFECT, INCONCLUSIVE = 0, 1, 2
-TEXTS = {PASS: "pass", DEFECT: "fail", INCONCLUSIVE: "inconclusive"}
 VERDICTS = ("pass", "tie", "leak", "flip")
 
 
@@ -154,65 +153,74 @@ def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
         "runs": sum(len(prompt["runs"]) for prompt in run),
         "control": len(control),
     }
-    reasons, code = _reasons(rule, measured, counts, ties, coverage, control)
-    reasons += [f"{prompt['id']}: not_run: {prompt['reason']}" for prompt in prompts if prompt["reason"]]
-    return {
+    conclusion = _conclusion(rule, measured, counts, ties, coverage, control)
+    for prompt in prompts:
+        if prompt["reason"]:
+            conclusion.add(INCONCLUSIVE, f"{prompt['id']}: not_run: {prompt['reason']}")
+    section = {
         "band": measured,
         "prompts": judged,
         "counts": counts,
         "ties": ties,
         "coverage": coverage,
-        "verdict": {"text": TEXTS[code], "reasons": reasons},
-        "exit_code": code,
     }
+    return conclusion.into(section)
 
 
-def _reasons(rule: Rule, measured, counts, ties, coverage, control) -> tuple[list[str], int]:
-    """Why, and the exit code: what leaves nothing to judge by goes before a defect, a defect before gaps."""
+def _conclusion(rule: Rule, measured, counts, ties, coverage, control) -> Conclusion:
+    """Conclude from the figures: what leaves nothing to judge by goes before a defect, a defect before gaps."""
     band, bound, largest = measured["band"], measured["bound"], measured["largest"]
     if not coverage["compared"]:
-        return ["nothing was compared"], INCONCLUSIVE
+        return Conclusion(INCONCLUSIVE, ("nothing was compared",))
     if band > rule.widest:
-        return [
+        why = (
             f"the reference differs from itself by {band:.3g} nats, expected at most {rule.widest:g}; "
             "ask it one request at a time, or switch its own speculation off"
-        ], INCONCLUSIVE
+        )
+        return Conclusion(INCONCLUSIVE, (why,))
     if rule.band(control) > bound or max(control, default=0.0) > rule.bound(largest):
-        return [
+        why = (
             f"the servers differ by {max(control):.3g} nats on forced text, where nothing is speculated (expected at "
             f"most {bound:.3g}): another model, dtype or kernel; nothing can be said of speculation"
-        ], INCONCLUSIVE
+        )
+        return Conclusion(INCONCLUSIVE, (why,))
     beyond = counts["flip"] + counts["leak"]
     usual = rule.usual(beyond, coverage["compared"], measured["beyond"], measured["differences"])
-    reasons = []
+    conclusion = Conclusion()
     if beyond and not (measured["beyond"] and usual):
-        reasons.append(
+        conclusion.add(
+            DEFECT,
             f"{counted(counts['flip'], 'token')} that the reference would not have chosen and {counts['leak']} whose "
-            f"log-probabilities are off, beyond {bound:.3g} nats"
+            f"log-probabilities are off, beyond {bound:.3g} nats",
         )
     own, runs = measured["median"], measured["median_of_runs"]
     if own is not None and runs is not None and runs > rule.bound(own):
-        reasons.append(
-            f"half of all tokens are off by {runs:.3g} nats or more, where the reference is by {own:.3g} from itself"
+        conclusion.add(
+            DEFECT,
+            f"half of all tokens are off by {runs:.3g} nats or more, where the reference is by {own:.3g} from itself",
         )
-    if reasons:
-        return reasons, DEFECT
+    if conclusion.reasons:
+        return conclusion
     if beyond:
-        reasons.append(
+        conclusion.add(
+            INCONCLUSIVE,
             f"{counted(beyond, 'token')} of {coverage['compared']} beyond {bound:.3g} nats, and so are "
-            f"{measured['beyond']} of the reference's {measured['differences']} differences to itself"
+            f"{measured['beyond']} of the reference's {measured['differences']} differences to itself",
         )
     if measured["margin"] is not None and bound > measured["margin"]:
-        reasons.append(
+        conclusion.add(
+            INCONCLUSIVE,
             f"the bound of {bound:.3g} nats exceeds the reference's median margin of {measured['margin']:.3g} between "
-            "its first two tokens: a wrong token passes for a tie; ask it one request at a time, or in float32"
+            "its first two tokens: a wrong token passes for a tie; ask it one request at a time, or in float32",
         )
     if not rule.usual(ties["server"], ties["tokens"], ties["reference"], ties["reference_tokens"]):
-        reasons.append(
+        conclusion.add(
+            INCONCLUSIVE,
             f"{counted(ties['server'], 'tie')} in {ties['tokens']} tokens, where the reference itself has "
-            f"{ties['reference']} in {ties['reference_tokens']}; expected no more than noise explains"
+            f"{ties['reference']} in {ties['reference_tokens']}; expected no more than noise explains",
         )
     share = coverage["compared"] / max(1, coverage["tokens"])
     if share < rule.compared:
-        reasons.append(f"only {share:.0%} of the tokens could be compared, expected {rule.compared:.0%}")
-    return reasons, INCONCLUSIVE if reasons or coverage["not_run"] else PASS
+        why = f"only {share:.0%} of the tokens could be compared, expected {rule.compared:.0%}"
+        conclusion.add(INCONCLUSIVE, why)
+    return conclusion

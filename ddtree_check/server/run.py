@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from .. import __version__
-from ..case import Prompt
-from ..errors import Unsupported, UsageError
-from ..journal import append_journal, resume_journal
+from ..base.errors import Unsupported, UsageError
+from ..base.journal import append_journal, resume_journal
+from ..tree.case import Prompt
 from .api import Api, Completion, Failed
 from .judge import Rule, conclude, positions
 

@@ -1,0 +1,117 @@
+"""models: names, families, and what each was measured to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from ...base.conclusion import combine
+from ...base.errors import UsageError
+from ...flows.job import quiet_libraries
+from ...report.terminal import Table, layout, titled, wrap
+from ...report.text import number
+from .output import progress, show_text, width
+
+SHOWN = {"run": ("sglang",), "untested": ("sglang (untested)",), "window by row": ("sglang (known failure)",)}
+
+
+def models(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The families alone, as a Markdown table.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--run", help="Run every family at a small shape, and print what was measured.")
+    ] = False,
+    family: Annotated[list[str] | None, typer.Option(help="With --run: only this model type; may be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="With --run: float32, bfloat16, float16, float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="With --run: cpu, cuda ...")] = "cpu",
+):
+    """List the short names of models, and the families whose checkpoints can be checked."""
+    if measure:
+        return _measure_families(family, dtype, device)
+    from ...model.families import UNSUPPORTED
+
+    if family:
+        raise UsageError(f"family: got {family[0]!r} without --run, expected both")
+    if markdown:
+        show_text(layout(list(_model_tables())[1], None, "github"))
+        return 0
+    refused = [wrap(f"Not supported: {name}: {why}.", width()) for name, why in UNSUPPORTED.items()]
+    show_text("\n\n".join([titled(table, width()) for table in _model_tables()] + refused))
+    return 0
+
+
+def _measure_families(chosen: list[str] | None, dtype: str, device: str) -> int:
+    """The table of `survey`, and the worst exit code of any family."""
+    from ...model.families import FAMILIES
+
+    unknown = [name for name in chosen or () if name not in FAMILIES]
+    if unknown:
+        raise UsageError(f"family: got {unknown[0]!r}, expected one of {', '.join(FAMILIES)}")
+    with progress() as show, quiet_libraries():
+        from ...flows.survey import survey
+
+        names, found = chosen or list(FAMILIES), []
+        for place, name in enumerate(names):
+            if show:
+                show(place, len(names), name)
+            found.append(survey(name, dtype=dtype, device=device))
+    rows = [
+        (
+            row["family"],
+            ", ".join(f"{count} {kind}" for kind, count in row["layers"].items()),
+            row["modes"]["linear"],
+            row["modes"]["tree_forked"],
+            number(row["forked"]),
+            number(row["unforked"]),
+            f"{row['flips']}/{row['nodes']}",
+            ", ".join(row["channels"]),
+            row["exit_code"],
+        )
+        for row in found
+    ]
+    headers = (
+        "family", "layers", "linear", "forked", "forked |Δ|", "unforked |Δ|", "flips", "leaks by", "exit",
+    )  # fmt: skip
+    title = (
+        f"Families at a small shape, random weights, {dtype}, {device}, one drawn tree; |Δ| is the largest of a node"
+    )
+    show_text(titled(Table(title, headers, rows, ("layers",)), width()))
+    return combine(*(row["exit_code"] for row in found))
+
+
+def _model_tables() -> Iterator[Table]:
+    from ...engines.sglang.seams import FAMILIES as IN_SGLANG
+    from ...engines.sglang.seams import SEAMS
+    from ...model.families import ALIASES, FAMILIES
+
+    names = [
+        (
+            name,
+            alias.hub_id,
+            FAMILIES[alias.model_type].title,
+            alias.shape["num_hidden_layers"] if alias.shape else "",
+            "built in" if alias.shape else "needs the hub",
+        )
+        for name, alias in ALIASES.items()
+    ]
+    yield Table("Names for --model", ("name", "hub id", "family", "layers", "shape for --weights random"), names)
+    rows = []
+    for family in FAMILIES.values():
+        kinds = sorted({stand_in.removesuffix("_update") for stand_in in family.calls.values()} - {"training_only"})
+        rows.append(
+            (
+                family.model_type,
+                family.title,
+                ", ".join(family.layers),
+                " + ".join(kinds) or "none",
+                ", ".join(["transformers", *SHOWN.get(IN_SGLANG.get(family.model_type), ())]),
+                ", ".join(family.examples),
+            )
+        )
+    headers = ("model type", "family", "layer types", "recurrent", "engines", "for example")
+    yield Table("Families: any checkpoint of these model types, by path or hub id", headers, rows, ("for example",))
+    rows = [(name, seam.status, *seam.needs) for name, seam in SEAMS.items()]
+    yield Table(
+        "SGLang versions that engine sglang is written for", ("sglang", "status", "torch", "transformers"), rows
+    )

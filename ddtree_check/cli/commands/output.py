@@ -1,0 +1,93 @@
+"""Where a command's words go: stdout and stderr, a terminal's width and colours, and the record's file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+
+from ...base.errors import usage_errors
+from ...flows.job import Job, run
+from ...report.record import check_writable, write_record
+from ...report.text import plain
+
+WORDS = {  # colour of the words that decide, on a terminal
+    "green": r"\bpass\b",
+    "yellow": r"\b(tie|insensitive|not_run|unsupported|reference_unusable|inconclusive|RANDOM[ A-Z]*)\b",
+    "red": r"\b(flip|leak|fail)\b",
+}
+
+
+def finish(job: Job, path: str | None, view: Callable[[dict], str], html: str | None = None) -> int:
+    """Runs a job, writes its record and its page where there is a path for it, prints the view, and returns the
+    record's exit code."""
+    for target in (path, html):
+        if target is not None:
+            check_writable(target)
+    with progress() as show:
+        record = run(job, show)
+    if path is not None:
+        write_record(path, record)
+    if html is not None:
+        write_html(html, record)
+    show_text(view(record))
+    return record["exit_code"]
+
+
+def write_html(path: str, record: dict) -> None:
+    """The page of a record, whole or not at all. Raises UsageError if the file cannot be written."""
+    from ...base.files import write_text
+    from ...report import html
+
+    with usage_errors():
+        write_text(path, html.render(record))
+
+
+def show_text(text: str, *, data: bool = False) -> None:
+    """To stdout, in colour on a terminal. A reader that has gone, such as `head`, is no error.
+
+    Words of a file must not steer the terminal: what is neither printed nor the end of a line is shown as `?`.
+    data: JSON or CSV for a program, whose values come out as they are.
+    """
+    if not data:
+        text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+    try:
+        if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+            from rich.console import Console
+            from rich.text import Text
+
+            shown = Text(text)
+            for colour, words in WORDS.items():
+                shown.highlight_regex(words, colour)
+            Console().print(shown, soft_wrap=True)
+        else:
+            print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it exits
+
+
+def width() -> int | None:
+    """Columns of the terminal; None where nobody looks at lines, unless COLUMNS asks for a width."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+
+
+def unicode(stream) -> bool:
+    return "utf" in (getattr(stream, "encoding", None) or "").lower()
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar on stderr while it is a terminal, else nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=plain(text))

@@ -1,0 +1,192 @@
+"""Draft trees from a file in place of a server's own proposals, so that chosen shapes go through its real scheduler.
+
+A script (JSON) holds `trees`, taken in turn by each request, and `texts`: what the server writes after a prompt when
+nothing is drafted. A tree says which of its nodes lie on that text; all others get tokens that do not continue it, so
+that the walk must end where the script says. See docs/sglang-server.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...base.errors import named, usage_errors
+from ...base.files import parse_json, read_text
+from ...tree.draft_tree import COMMITTED, DraftTree, ancestors
+from ...tree.drafts.shapes import shape
+
+ACCEPTS = ("side", "first", "none")
+ANY = 1 << 16  # tokens to draw a shape with; they are dealt anew
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tree of a script. tokens: fixed ones, [n], without the root's; else path: the nodes that lie on the text."""
+
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+    tokens: tuple[int | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script file holds; `seed` draws the tokens that do not continue the text."""
+
+    trees: tuple[Planned, ...]
+    texts: tuple[Text, ...] = ()
+    seed: int = 0
+
+    def tree(self, context: Sequence[int], prompt: int, turn: int, vocab: int) -> DraftTree | None:
+        """The tree behind `context`, whose first `prompt` tokens are the prompt and whose last token is the root.
+
+        None if the tree of this turn follows a text and the context is on none, or at the end of one.
+        """
+        text = next((text for text in self.texts if tuple(context[:prompt]) == text.prompt), None)
+        start = 0 if text is None else self.texts.index(text)  # requests of one batch get different shapes
+        planned = self.trees[(start + turn) % len(self.trees)]
+        if planned.tokens is not None:
+            return DraftTree((context[-1], *planned.tokens[1:]), planned.parents)
+        if text is None:
+            return None
+        written = tuple(context[prompt:])
+        ahead = text.tokens[len(written) : len(written) + len(planned.path)]
+        if text.tokens[: len(written)] != written or len(ahead) < len(planned.path):
+            return None
+        return deal(planned, context[-1], ahead, vocab, self.seed + len(context))
+
+
+def deal(planned: Planned, root: int, ahead: Sequence[int], vocab: int, seed: int) -> DraftTree:
+    """Tokens for a tree: those of its path continue the text by `ahead` (len(path)), no other node continues it.
+
+    `ahead` has one token more than the path has nodes below the root: the one after it, which no child may be.
+    """
+    rng, depth = np.random.default_rng(seed), {node: at for at, node in enumerate(planned.path)}
+    tokens, used = [root], [{ahead[depth[node]]} if node in depth else set() for node in range(len(planned.parents))]
+    for node, parent in enumerate(planned.parents[1:], start=1):
+        if node in depth:
+            tokens.append(int(ahead[depth[node] - 1]))
+            continue
+        token = int(rng.integers(vocab))
+        while token in used[parent] and len(used[parent]) < vocab:
+            token = (token + 1) % vocab
+        used[parent].add(token)
+        tokens.append(token)
+    return DraftTree(tuple(tokens), planned.parents)
+
+
+def drafts(trees: Sequence[DraftTree | None], tokens: np.ndarray, mask: np.ndarray, rows: int) -> None:
+    """Writes trees over the drafts of a batch: tokens int [b * rows], mask [b * rows * rows], both in place.
+
+    A row past a tree's last node is a child of the root with token 0, as SGLang itself pads.
+    """
+    tokens, mask = tokens.reshape(len(trees), rows), mask.reshape(len(trees), rows, rows)
+    for place, tree in enumerate(trees):
+        if tree is None:
+            continue
+        if len(tree) > rows:
+            raise ValueError(f"script: a tree of {len(tree)} nodes, the server verifies {rows} rows; shorten the tree "
+                             "or raise --speculative-num-draft-tokens")  # fmt: skip
+        pads = rows - len(tree)
+        tokens[place] = (*tree.tokens, *(0,) * pads)
+        mask[place] = ancestors((*tree.parents, *(0,) * pads))
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def read_script(path: str | Path) -> Script:
+    """A script by its file. Raises UsageError, in one line, naming the entry and what was expected."""
+    with usage_errors():
+        data = parse_json(read_text(path), str(path))
+        with named(str(path)):
+            return _script(data)
+
+
+def _script(data: object) -> Script:
+    if not isinstance(data, dict) or not isinstance(data.get("trees"), list) or not data["trees"]:
+        raise ValueError('no "trees", expected {"trees": [...], "texts": [...]}')
+    unknown = sorted(data.keys() - {"trees", "texts", "seed"})
+    if unknown:
+        raise ValueError(f"unknown {unknown[0]!r:.40}, expected trees, texts, seed")
+    texts = data.get("texts", [])
+    if not isinstance(texts, list):
+        raise ValueError(f"texts {texts!r:.40}, expected a list")
+    if not isinstance(seed := data.get("seed", 0), int) or seed < 0:
+        raise ValueError(f"seed {seed!r:.40}, expected a number of at least 0")
+    found = Script(
+        tuple(_planned(f"trees[{at}]", entry) for at, entry in enumerate(data["trees"])),
+        tuple(_text(f"texts[{at}]", entry) for at, entry in enumerate(texts)),
+        seed,
+    )
+    if not found.texts and any(tree.tokens is None for tree in found.trees):
+        raise ValueError('no "texts", expected what the server writes, for trees that say what is to be accepted')
+    return found
+
+
+def _text(where: str, entry: object) -> Text:
+    if not isinstance(entry, dict) or entry.keys() != {"prompt", "tokens"}:
+        raise ValueError(f"{where} {entry!r:.60}, expected an object with prompt and tokens, lists of token ids")
+    return Text(tuple(_ids(f"{where}: prompt", entry["prompt"])), tuple(_ids(f"{where}: tokens", entry["tokens"])))
+
+
+def _planned(where: str, entry: object) -> Planned:
+    if not isinstance(entry, dict) or ("parents" in entry) == ("shape" in entry):
+        raise ValueError(f"{where} {entry!r:.60}, expected an object with either parents or shape")
+    unknown = sorted(entry.keys() - {"parents", "tokens", "shape", "nodes", "seed", "order", "accept"})
+    if unknown:
+        raise ValueError(f"{where}: unknown {unknown[0]!r:.40}, expected parents or shape, and tokens or accept")
+    try:
+        if "shape" in entry:
+            named = {name: entry[name] for name in ("order",) if name in entry}
+            bare = shape(entry["shape"], entry.get("nodes", 15), vocab=ANY, seed=entry.get("seed", 0), **named)
+        else:
+            parents = tuple(_ids("parents", entry["parents"], least=COMMITTED))
+            bare = DraftTree((None, *range(1, len(parents))), parents)
+        if "tokens" in entry:
+            if "accept" in entry:
+                raise ValueError("tokens and accept, expected one of them")
+            tokens = entry["tokens"]
+            if not isinstance(tokens, list) or not tokens:
+                raise ValueError(f"tokens {tokens!r:.40}, expected one token id for each node")
+            tokens = (None, *_ids("tokens", tokens[1:]))
+            return Planned(DraftTree(tokens, bare.parents).parents, (), tokens)
+        return Planned(bare.parents, bare.path(_last(bare, entry.get("accept", "side"))))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _last(tree: DraftTree, accept: object) -> int:
+    """The node where the walk is to end."""
+    if isinstance(accept, int) and not isinstance(accept, bool) and 0 <= accept < len(tree):
+        return accept
+    if accept not in ACCEPTS:
+        raise ValueError(f"accept {accept!r:.40}, expected {', '.join(ACCEPTS)} or a node in 0..{len(tree) - 1}")
+    first = {0, *(kids[0] for kids in tree.children if kids)}
+    side: set[int] = set()
+    for node, parent in enumerate(tree.parents):
+        if node not in first or parent in side:
+            side.add(node)
+    if accept == "none":
+        return 0
+    among = side if accept == "side" else set(range(len(tree))) - side
+    if not among:
+        raise ValueError(f"accept {accept!r}, and no node lies off the first branch; expected a tree that branches")
+    return max(sorted(among), key=lambda node: tree.depth[node])
+
+
+def _ids(where: str, values: object, *, least: int = 0) -> Iterable[int]:
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{where} {values!r:.40}, expected a list of numbers")
+    odd = [value for value in values if not isinstance(value, int) or isinstance(value, bool) or value < least]
+    if odd:
+        raise ValueError(f"{where}: {odd[0]!r:.40}, expected numbers of at least {least}")
+    return values

@@ -1,0 +1,599 @@
+"""A trace judged: recorded passes ─► differences to ar ─► the same floors, verdicts and record as a live run.
+
+ar comes from the trace if it was recorded there, else from a live engine of the same model; docs/trace.md says what
+floor that leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..base.errors import Unsupported, UsageError, usage_errors
+from ..engines.checked import complete
+from ..engines.contract import ASSUMED
+from ..engines.recorded import TraceEngine, layers_to_json, tensor
+from ..judge.case import Outcome, Runs, judge_case
+from ..judge.differences import Differences, join, measure, measure_any, row_hashes
+from ..judge.known import excuse, load_known
+from ..judge.nodes import CONTROL, MODES, reference_problem
+from ..judge.record import make_record
+from ..judge.sampling.judged import Tracks, attach
+from ..judge.sampling.processing import Sampling
+from ..judge.ties import TieTrack
+from ..model.wiring import FORKED, Conv, State, Wiring, reads
+from ..trace.model import SUFFIX, Step, TopLogits
+from ..trace.write import TraceWriter
+from ..tree.accept import Accepted, compare_walks, greedy_walk
+from ..tree.case import Case
+from ..tree.draft_tree import merge
+from .check import check
+from .controls import chain_run, forward_run, repeat_run
+from .settings import Item, Settings
+from .stored import judge_stored
+
+SAMPLED = (*vars(Sampling()), "history", "seed", "draws")  # what a trace says of how tokens were drawn
+OTHER = (
+    "every recorded pass differs from the reference at the root already, where no tree has a say: other weights, other "
+    "input ids, another prefix, or a state that was wrong before this pass; a fault of the verify pass cannot be told "
+    "from that (record ar in the trace too)"
+)
+
+
+# --- from a live engine -----------------------------------------------------------------------------------------------
+
+
+def writer_for(engine, path: str | Path, settings: Settings | None = None, **bounds) -> TraceWriter:
+    """A writer for the passes that a live engine makes under `settings`. bounds: max_bytes, top. Raises UsageError if a
+    trace stands there."""
+    folder, sampling = Path(path), None
+    if settings is not None:
+        engine = complete(engine, settings.vocab_size)
+        if settings.sampling.active:
+            flat = settings.to_json()
+            sampling = {name: flat[name] for name in SAMPLED}
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.glob(f"*{SUFFIX}"))):
+            raise UsageError(f"save-trace: {path} exists, expected the name of a new folder")
+        describe, provenance = engine.describe(), engine.provenance
+        with usage_errors():
+            return TraceWriter(
+                folder,
+                engine=describe["engine"],
+                engine_version=describe.get(describe["engine"]),
+                model=str(provenance.get("name") or describe.get("model_type") or "unnamed"),
+                dtype=describe["dtype"],
+                vocab_size=engine.vocab_size,
+                exact_control=engine.exact_control,
+                layers=layers_to_json(engine.layers),
+                sampling=sampling,
+                environment={name: value for name, value in describe.items() if name not in ("engine", "dtype")},
+                **bounds,
+            )
+    except OSError as error:
+        raise UsageError(f"save-trace: {path}: {error.strerror}, expected a folder that can be written") from None
+
+
+def record_trace(engine, items: Sequence[Item], settings: Settings, path: str | Path, **bounds) -> dict:
+    """`check`, with every pass that it makes written to a trace at `path`; returns the record of the live run."""
+    with writer_for(engine, path, settings, **bounds) as trace:
+        return check(engine, items, settings, trace=trace)
+
+
+# --- from a trace -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What one tree is judged by. rows: ar's logits [n, vocabulary] or a top k.
+
+    own      ar is the trace's
+    problem  why it cannot be used
+    across, unforked   see Runs.across: from the live engine's own controls, and its own unforked pass if it was needed
+    noise    the largest error of those controls
+    """
+
+    rows: torch.Tensor | TopLogits
+    own: bool
+    forward: Differences | None = None
+    problem: str | None = None
+    across: Callable[[Differences], np.ndarray] | None = None
+    unforked: Differences | None = None
+    noise: float | None = None
+
+
+def judge_trace(
+    engine: TraceEngine,
+    settings: Settings,
+    *,
+    reference=None,
+    prompts: Mapping[str, Sequence[int]] | None = None,
+    steps: Sequence[Step] | None = None,
+    progress: Callable | None = None,
+) -> dict:
+    """The record of a trace, in the form of `check`'s.
+
+    reference: a live engine of the same model, which supplies ar and what else the trace lacks. prompts: token ids that
+    the requests should have had, by request. Raises UsageError if a step has no ar and there is no reference.
+    """
+    steps = engine.trace.steps if steps is None else steps
+    reference = reference if reference is None else complete(reference)
+    settings = _drawn(replace(settings, wiring=_control(steps) or settings.wiring), engine.header.sampling or {})
+    layers = engine.layers or (reference.layers if reference is not None else ASSUMED)
+    dtype, outcomes, walked, noise = engine.trace.dtype, [], {}, []
+    if reference is not None and reference.vocab_size != engine.vocab_size:
+        raise UsageError(
+            f"trace: rows of {engine.vocab_size} logits, the model has {reference.vocab_size}; expected the same model"
+        )
+    supplied: set[str] = set()
+    before: dict[str | None, Step] = {}
+    wrong = _first_wrong(engine.trace.steps)
+    for _, group in groupby(enumerate(steps), key=lambda item: _group(item[1])):
+        group = list(group)
+        if progress:
+            progress(group[0][0], len(steps), group[0][1].id)
+        members = [step for _, step in group]
+        for step, found in zip(members, _references(engine, members, settings, reference, dtype), strict=True):
+            outcome, unusable = _judge_step(engine, step, found, layers, settings, dtype, prompts)
+            accepts = judge_stored(engine, step, layers, settings, dtype, reference, unusable)
+            outcome = replace(outcome, accepts=accepts)
+            outcome = _told(outcome, step, before.get(step.request), wrong)
+            before[step.request] = step
+            supplied |= set() if found.own else {"ar", "forward"}
+            supplied |= {CONTROL} if found.unforked is not None else set()
+            noise += [] if found.noise is None else [found.noise]
+            outcomes.append(outcome)
+            walked[step.id] = _walked(step, outcome)
+    environment = {"ddtree_check": __version__, **engine.describe()}
+    if reference is not None:
+        environment["reference"] = reference.describe()
+    known = [entry for entry in load_known() if entry.covers(environment.get("model_type"), environment)]
+    excused = excuse([outcome.results for outcome in outcomes], known)
+    outcomes = [replace(outcome, results=results) for outcome, results in zip(outcomes, excused, strict=True)]
+    record = make_record(outcomes, layers, settings, environment, engine.provenance)
+    for case in record["cases"]:
+        case["engine_accepted"] = walked[case["id"]]
+    record["settings"]["draft"] = "trace"
+    record["trace"] = {
+        "path": str(engine.trace.path),
+        "steps": len(steps),
+        "layers": "trace" if engine.layers else "reference" if reference is not None else "assumed",
+        "supplied": sorted(supplied),
+        "reference_noise": max(noise, default=None),
+        "top": any("top_ids" in one.arrays for step in steps for one in step.passes),
+        "notes": _notes(engine, steps, record, supplied, walked, reference),
+    }
+    return attach(record, outcomes, settings) if settings.sampling.active else record
+
+
+def _drawn(settings: Settings, given: Mapping) -> Settings:
+    """Return the settings under which a header says that tokens were drawn. Raises UsageError for what is none."""
+    if unknown := sorted(given.keys() - set(SAMPLED)):
+        raise UsageError(f"trace: sampling has {unknown[0]!r:.60}, expected some of {', '.join(SAMPLED)}")
+    own = {name: value for name, value in given.items() if name in vars(settings.sampling)}
+    rest = {name: value for name, value in given.items() if name not in own}
+    return replace(settings, sampling=replace(settings.sampling, **own), **rest)
+
+
+def _group(step: Step) -> tuple:
+    """Steps behind one prefix share their reference's checks, as the budgets of a live run do."""
+    return step.request, step.prompt_tokens, step.tree.tokens[0]
+
+
+def _control(steps: Sequence[Step]) -> str | None:
+    """The wiring that the unforked passes claim, where it is not the usual one."""
+    claims = {found.wiring for step in steps for found in step.of(CONTROL)} - {"engine", CONTROL}
+    if len(claims) > 1:
+        raise UsageError(f"trace: unforked passes claim {', '.join(sorted(claims))[:80]}, expected one wiring")
+    for claim in claims:
+        with usage_errors():
+            Wiring.parse(claim)
+    return next(iter(claims), None)
+
+
+# The reference
+
+
+def _references(engine, steps, settings: Settings, live, dtype: str) -> list[Reference]:
+    whole = [_whole(engine, step, "ar") for step in steps]
+    lacks = [step for step, rows in zip(steps, whole, strict=True) if rows is None]
+    if lacks and live is None:
+        have = engine.rows(lacks[0], "ar")
+        missing = "no ar" if have is None else f"ar at {have[1].sum()} of {len(lacks[0].tree)} nodes"
+        raise UsageError(
+            f"trace: step {lacks[0].id!r:.60} has {missing}, expected it at every node; give --model, "
+            "which then decodes it, or record it"
+        )
+    if lacks:
+        return [reference_of(step, settings, live, dtype) for step in steps]
+    problem = _own_problem(engine, steps, whole, settings, dtype)
+    found = []
+    for step, rows in zip(steps, whole, strict=True):
+        forward = engine.rows(step, "forward")
+        forward = None if forward is None else _differences(rows, *forward, engine.dtype)
+        found.append(Reference(rows, True, forward, problem))
+    if live is not None:
+        found = [
+            _crossed(one, step, settings, live, dtype, engine.dtype) for one, step in zip(found, steps, strict=True)
+        ]
+    return found
+
+
+def _whole(engine, step: Step, mode: str):
+    """The rows of a mode if every node has one."""
+    found = engine.rows(step, mode)
+    return found[0] if found is not None and found[1].all() else None
+
+
+def _own_problem(engine, steps, whole, settings: Settings, dtype: str) -> str | None:
+    """`reference_problem` over the trees of one prefix together, each node once."""
+    _, places = merge([step.tree for step in steps])
+    parts: dict[str, dict[int, Differences]] = {"repeat": {}, "forward": {}}
+    for step, rows, place in zip(steps, whole, places, strict=True):
+        for mode, held in parts.items():
+            found = engine.rows(step, mode)
+            if found is None:
+                continue
+            own = _differences(rows, *found, engine.dtype)
+            for node in np.flatnonzero(found[1]).tolist():
+                held.setdefault(place[node], own[[node]])
+    joined = {mode: join([held[node] for node in sorted(held)]) if held else None for mode, held in parts.items()}
+    return reference_problem(joined["repeat"], joined["forward"], settings.rule, dtype)
+
+
+def reference_of(step: Step, settings: Settings, live, dtype: str) -> Reference:
+    """ar, and how far a right run may be from it, from the live engine's own controls on this tree."""
+    tree, rule = step.tree, settings.rule
+    prefix = live.prefill(step.prompt_tokens)
+    rows = live.decode(prefix, tree)
+    errors, forward = [], None
+    for run in (
+        lambda: forward_run(live, step.prompt_tokens, tree, rows),
+        lambda: chain_run(live, prefix, tree, rows, None)[0],
+        lambda: chain_run(live, prefix, tree, rows, FORKED)[0],
+    ):
+        try:
+            found = run()
+        except Unsupported:
+            continue
+        forward = found if forward is None and not errors else forward
+        errors.append(float(np.max(found.max_abs)))
+    problem = reference_problem(repeat_run(live, prefix, tree, rows), forward, rule, dtype)
+    pooled = max(errors, default=0.0)
+
+    def across(found: Differences) -> np.ndarray:
+        return np.maximum(rule.floor([np.full(len(found), pooled)], found.ulp), rule.across[dtype] * found.std)
+
+    unforked = None
+    if not step.of(CONTROL) and live.supports(settings.control) is None:
+        unforked = measure(rows, live.verify(prefix, tree, settings.control).logits)
+    return Reference(rows, False, forward, problem, across, unforked, pooled)
+
+
+def _crossed(own: Reference, step: Step, settings: Settings, live, dtype: str, computed: torch.dtype) -> Reference:
+    """The trace's ar, checked against the live engine's: two engines may be equally wrong only if both are."""
+    found = reference_of(step, settings, live, dtype)
+    if own.problem or found.problem:
+        return replace(
+            own, problem=own.problem or f"the model's own reference: {found.problem}", unforked=found.unforked
+        )
+    off = measure_any(found.rows, own.rows, computed)
+    beyond = ~(off.max_abs <= found.across(off))
+    problem = None
+    if beyond.any():
+        node = int(np.argmax(beyond))
+        problem = (
+            f"ar of the trace is not that of the model: {beyond.sum()} of {len(beyond)} nodes differ, first node "
+            f"{node} by {off.max_abs[node]:.3g}; other weights, other input ids, or plain decoding is wrong"
+        )
+    return replace(own, problem=problem, unforked=found.unforked)
+
+
+# One step
+
+
+def _differences(reference, rows, measured: np.ndarray, dtype: torch.dtype) -> Differences:
+    """Differences [n] at the measured nodes; another node holds the first one's."""
+    nodes = np.flatnonzero(measured)
+    where = np.zeros(len(measured), dtype=int)
+    where[nodes] = np.arange(len(nodes))
+    return measure_any(reference[nodes], rows[nodes], dtype)[where]
+
+
+def _judge_step(engine, step: Step, found: Reference, layers, settings: Settings, dtype: str, prompts):
+    """The Outcome, and why nothing that was recorded can be judged by another engine, if so."""
+    case = Case(step.id, step.prompt_tokens, step.tree, step.source | {"draft": step.source.get("draft", "trace")})
+    given, watched = Given(step), None
+    if isinstance(found.rows, torch.Tensor):
+        watched = Tracks(given, case, found.rows, settings), TieTrack(given, step.tree, found.rows)
+    n, missing, differences = len(step.tree), {}, {}
+    mismatch = _mismatch(step, prompts)
+    problem = found.problem or mismatch.get("ar")
+    hashes, partial = {}, None  # of linear, some paths only: a control, as a sample of them is for a live run
+    for mode in MODES:
+        held = engine.rows(step, mode)
+        if held is None and mode == CONTROL and found.unforked is not None:
+            differences[mode] = found.unforked
+        elif held is None:
+            missing[mode] = ("not_run", "no pass of this mode in the trace")
+        elif mode in mismatch:
+            missing[mode] = ("reference_unusable", mismatch[mode])
+        else:
+            rows, measured = held
+            differences[mode] = _differences(found.rows, rows, measured, engine.dtype)
+            if watched and measured.all() and isinstance(rows, torch.Tensor):
+                sink, rows = watched[0].sink(mode, watched[1].sink(mode)), rows.to(found.rows.device)
+                for nodes in step.order(mode):  # as they were run
+                    sink(nodes, rows[nodes])
+                differences[mode] = watched[1].choose(mode, differences[mode])
+            if not measured.all():
+                first = int(np.argmin(measured))
+                missing[mode] = ("not_run", f"rows at {measured.sum()} of {n} nodes, none for node {first}")
+                some = differences.pop(mode), measured
+                partial = some if mode == "linear" else partial
+            elif isinstance(rows, torch.Tensor) and mode != "linear":
+                hashes[mode] = row_hashes(rows, step.tree)
+    chain = None
+    held = engine.rows(step, "chain")
+    linear = differences.get("linear")
+    if held is not None and "chain" not in mismatch and min(one.width for one in step.of("chain")) >= n:
+        chain = (_differences(found.rows, *held, engine.dtype), held[1])
+    wide = bool(step.of("linear")) and min(one.width for one in step.of("linear")) >= n
+    if chain is None and partial is not None and wide:
+        chain = partial
+    if chain is None and linear is not None and not reads(layers, Conv, State):
+        chain = (linear, np.ones(n, dtype=bool))
+    equal = None
+    if engine.exact_control and len(hashes) == 2:
+        equal = hashes["tree_forked"] == hashes[CONTROL]
+    ar, kept = measure_any(found.rows, found.rows, engine.dtype), {}
+    if watched:
+        ar, kept = watched[1].choose("ar", ar), {"sampled": watched[0].finish(), "ties": watched[1].finish()}
+    runs = Runs(
+        case=case,
+        ar=ar,
+        differences=differences,
+        **kept,
+        chain=chain,
+        forward=found.forward,
+        missing=missing,
+        equal=equal,
+        wide=wide,
+        across=found.across,
+        library_unforked=_library(engine, step, settings),
+    )
+    outcome = judge_case(runs, layers, settings.rule, settings.control, dtype, problem)
+    if found.across is not None and not problem and _off_at_root(outcome):
+        problem = OTHER
+        outcome = judge_case(runs, layers, settings.rule, settings.control, dtype, problem)
+    return outcome, problem or next(iter(mismatch.values()), None)
+
+
+def _first_wrong(steps: Sequence[Step]) -> dict[str, Step]:
+    """The first step of each request that was given another tree than its own."""
+    found: dict[str, Step] = {}
+    for step in sorted(steps, key=lambda step: step.round or 0):
+        if step.request is not None and step.request not in found and wrong_parents(step, None):
+            found[step.request] = step
+    return found
+
+
+class Given:
+    """What the recording engine made of its raw rows, by the parts `processed` and `chosen` of an engine. A mode
+    without falls back on what we make of its rows."""
+
+    def __init__(self, step: Step):
+        self._step = step
+
+    def chosen(self, mode, tree, nodes, logits) -> list[int] | None:
+        if not any("chosen" in one.lists for one in self._step.passes):
+            return None
+        said: dict[int, int] = {}
+        for one in self._step.of(mode):
+            for node, token in zip(one.nodes, one.lists.get("chosen", ()), strict=False):
+                said.setdefault(node, token)
+        return [said.get(node, int(row.argmax())) for node, row in zip(nodes, logits, strict=True)]
+
+    def processed(self, mode, tree, nodes, logits, sampling, prompt_tokens, made) -> torch.Tensor | None:
+        for one in self._step.of(mode):
+            if "processed" in one.arrays and set(nodes) <= set(one.nodes):
+                return tensor(one.arrays["processed"])[[one.nodes.index(node) for node in nodes]].to(logits.device)
+        return None
+
+
+def _told(outcome: Outcome, step: Step, before: Step | None, wrong: dict[str, Step]) -> Outcome:
+    """The outcome, with a tree pass that was given another tree than the step's failed: certain, whatever moved.
+
+    Where nothing can be told, since all is off at the root, the step that left a wrong state behind is named.
+    """
+    result = outcome.results["tree_forked"]
+    said = wrong_parents(step, before) or wrong_slot(step) or wrong_positions(step) or two_answers(step)
+    first, cached = wrong.get(step.request), step.source.get("cached_tokens")
+    if result.reason == OTHER and first is not None and (first.round or 0) < (step.round or 0):
+        reason = (
+            f"off at the root already: step {first.id!r:.60} of this request was given another tree and left a wrong "
+            "state behind"
+        )
+        return replace(outcome, results=outcome.results | {"tree_forked": replace(result, reason=reason)})
+    if result.reason == OTHER and cached:
+        reason = f"{OTHER}; the request began behind a prefix hit of {cached} tokens"
+        return replace(outcome, results=outcome.results | {"tree_forked": replace(result, reason=reason)})
+    if said is None or not result.verdicts:
+        return outcome
+    reason = f"{said}; {result.reason or 'no logit moved beyond the floor'}"
+    return replace(outcome, results=outcome.results | {"tree_forked": replace(result, verdict="fail", reason=reason)})
+
+
+def wrong_parents(step: Step, before: Step | None) -> str | None:
+    """How the parents that the recurrent layers were told differ from the tree's, in plain words; None if they do not.
+
+    Only a pass whose rows are all stored can be compared, since parents are told by row.
+    """
+    for one in step.of("tree_forked"):
+        told, nodes = one.lists.get("parents"), one.nodes
+        if told is None or len(told) != len(nodes):
+            continue
+        heard = {node: told[row] for row, node in enumerate(nodes) if node > 0}
+        heard = {node: nodes[row] if 0 <= row < len(nodes) else None for node, row in heard.items()}
+        wrong = [node for node, parent in heard.items() if parent != step.tree.parents[node]]
+        if not wrong:
+            continue
+        count = f"{len(wrong)} of {len(step.tree)} nodes do not start from their parent"
+        gate = step.source.get("gate")
+        if list(told) == list(range(-1, len(told) - 1)):
+            why = f", since SGLang's gate, speculative_eagle_topk, is {gate}" if gate in (0, 1) else ""
+            return f"the recurrent layers were given no tree but a chain, row after row{why}: {count}"
+        stale = before is not None and tuple(told[: len(before.tree)]) == before.tree.parents
+        old = ", as in this request's step before: a stale tree" if stale else ""
+        return (
+            f"the recurrent layers were told parent {heard[wrong[0]]} of node {wrong[0]}, the tree has "
+            f"{step.tree.parents[wrong[0]]}{old}: {count}"
+        )
+    return None
+
+
+def wrong_slot(step: Step) -> str | None:
+    """The state slot that the recurrent layers were given, where the server says that the request's is another."""
+    told, own = step.source.get("slot"), step.source.get("own_slot")
+    if told == own or None in (told, own):
+        return None
+    return f"the recurrent layers were given state slot {told}, the request's own is {own}"
+
+
+def wrong_positions(step: Step) -> str | None:
+    """How the positions of a tree pass's rows differ from root + depth, in plain words; None if they do not."""
+    for one in step.of("tree_forked"):
+        told = dict(zip(one.nodes, one.lists.get("positions") or (), strict=False))
+        if 0 not in told:
+            continue
+        wrong = [node for node, position in told.items() if node >= 0 and position - told[0] != step.tree.depth[node]]
+        if wrong:
+            node = wrong[0]
+            flat = all(position - told[0] == row for row, position in enumerate(told.values()))
+            given = "flat positions, row after row" if flat else "other positions than their depth"
+            return (
+                f"the rows were given {given}: node {node} stands {told[node] - told[0]} behind the root, its depth is "
+                f"{step.tree.depth[node]}"
+            )
+    return None
+
+
+def two_answers(step: Step) -> str | None:
+    """The first node for which two recorded tree passes of one step hold other logits; None if there is none."""
+    held: dict[int, object] = {}
+    for one in step.of("tree_forked"):
+        name = "logits" if "logits" in one.arrays else "top_logits"
+        rows = one.arrays[name].read()
+        for row, node in enumerate(one.nodes):
+            if node >= 0 and not np.array_equal(held.setdefault(node, rows[row]), rows[row], equal_nan=True):
+                return f"two passes of tree_forked hold other logits of node {node}; a step has one"
+    return None
+
+
+def _off_at_root(outcome: Outcome) -> bool:
+    """Every mode that was judged fails at node 0."""
+    judged = [(mode, result) for mode, result in outcome.results.items() if mode != CONTROL and result.verdicts]
+    return bool(judged) and all(
+        not outcome.differences[mode].max_abs[0] <= outcome.floors[mode][0] for mode, _ in judged
+    )
+
+
+def _library(engine, step: Step, settings: Settings) -> float | None:
+    rows = [_whole(engine, step, mode) for mode in (CONTROL, "own")]
+    if settings.wiring is not None or any(row is None for row in rows):
+        return None
+    return float(np.max(measure_any(*rows, engine.dtype).max_abs))
+
+
+def _mismatch(step: Step, prompts) -> dict[str, str]:
+    """Modes whose passes were fed other tokens than the step says, and how: no verdict on a verify pass follows."""
+    found = {}
+    if prompts is not None and step.request in prompts:
+        wanted = tuple(prompts[step.request])
+        if step.prompt_tokens[: len(wanted)] != wanted:
+            said = _first_difference("prompt", wanted, step.prompt_tokens)
+            found = dict.fromkeys((*MODES, "ar", "chain"), f"input-id mismatch: the prompt and the trace: {said}")
+    for one in step.passes:
+        theirs = one.lists.get("prompt_tokens")
+        if theirs is not None and tuple(theirs) != step.prompt_tokens:
+            said = _first_difference("prompt", step.prompt_tokens, theirs)
+            found.setdefault(one.mode, f"input-id mismatch: the step and its pass {one.mode}: {said}")
+        for node, token in zip(one.nodes, one.lists.get("input_ids", ()), strict=False):
+            if node >= 0 and token != step.tree.tokens[node]:
+                found.setdefault(
+                    one.mode,
+                    f"input-id mismatch: pass {one.mode} was fed token {token} at node {node}, the tree has "
+                    f"{step.tree.tokens[node]}",
+                )
+                break
+    return found
+
+
+def _first_difference(what: str, wanted: Sequence[int], got: Sequence[int]) -> str:
+    for place, (one, other) in enumerate(zip(wanted, got, strict=False)):
+        if one != other:
+            return f"{what} position {place} is {one} in the first, {other} in the second"
+    return f"{what} has {len(wanted)} tokens in the first, {len(got)} in the second"
+
+
+def _walked(step: Step, outcome: Outcome) -> dict | None:
+    """What the engine says that it accepted, against ar's greedy walk; it decides nothing, since engines may sample."""
+    if step.accepted is None:
+        return None
+    ours = greedy_walk(step.tree, outcome.ar.argmax)
+    bonus = step.bonus if step.bonus is not None else ours.bonus
+    ties = [
+        node
+        for mode in ("tree_forked", "linear")
+        for node, verdict in enumerate(outcome.results[mode].verdicts)
+        if verdict == "tie"
+    ]
+    found = compare_walks(step.tree, ours, Accepted(step.accepted, bonus), ties)
+    return found | {"bonus": step.bonus}
+
+
+def _notes(engine, steps, record: dict, supplied: set[str], walked: Mapping, live) -> list[str]:
+    """What a reader must know of how this trace was judged."""
+    notes = []
+    if engine.trace.part:
+        notes.append("the trace is a part: the run that recorded it was interrupted or has not ended")
+    if supplied:
+        names = {"ar": "ar", "forward": "full forward passes", CONTROL: CONTROL}
+        notes.append(
+            f"{', '.join(names[name] for name in ('ar', 'forward', CONTROL) if name in supplied)} by engine "
+            f"{live.describe()['engine']} from --model, not by the trace"
+        )
+    if "ar" in supplied:
+        rule, share = record["settings"]["rule"], record["settings"]["rule"]["across"][engine.trace.dtype]
+        notes.append(
+            f"its floor, but where controls of the trace give one: {rule['factor']:g} x the largest error of the "
+            f"model's own controls on the tree + {rule['ulps']:g} ulp, at least {share:g} of the row's std"
+        )
+    if not engine.layers and live is None:
+        notes.append("the trace does not say what its layers read: one state in row order is assumed for the leak law")
+    if not record["floor"]["controls"].keys() & {"pad", "chain"}:
+        notes.append("no control of the tree's width in the trace: small faults may hide, see docs/trace.md")
+    if engine.header.sampling is None and any("processed" in one.arrays for step in steps for one in step.passes):
+        notes.append("processed rows were not judged: the header does not say how they were sampled")
+    if any("top_ids" in one.arrays for step in steps for one in step.passes):
+        notes.append("top k only: what lies outside both top k, KL and total variation could not be compared")
+    checks = [name for name in ("repeat", "forward") if not any(step.of(name) for step in steps)]
+    if "ar" not in supplied and checks:
+        notes.append(f"ar of the trace was not checked by {' or '.join(checks)}: not recorded")
+    narrow = [step.id for step in steps if any(one.width < len(step.tree) for one in step.of("linear"))]
+    if narrow:
+        notes.append(f"linear is narrower than the tree in {len(narrow)} steps, so it is no control there")
+    said = [found for found in walked.values() if found is not None]
+    wrong = ("wrong_accept", "wrong_reject", "wrong_bonus")
+    off = [found for found in said if any(found[name] for name in wrong) and not found["by_tie"]]
+    if said:
+        notes.append(
+            f"what the engine accepted is not what ar's greedy walk accepts in {len(off)} of {len(said)} steps"
+        )
+    return notes

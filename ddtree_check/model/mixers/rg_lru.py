@@ -1,0 +1,47 @@
+"""The real-gated linear recurrent unit of Griffin and RecurrentGemma (arXiv 2402.19427)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import fold
+
+
+def step(state, x, decay):
+    """One token of the recurrence.
+
+        h_t = a_t * h_{t-1} + x_t,   x_t = sqrt(1 - a_t^2) * (i_t * u_t),   o_t = h_t
+
+    Every product is per channel; the gates a_t, i_t and the normalised input x_t are the caller's.
+    state, x, decay [d]. Returns the new state and o_t, the same vector. Computes in the dtype it is given.
+    Source: Griffin, arXiv 2402.19427, section 2.4.
+    """
+    state = decay * state + x
+    return state, state
+
+
+@dataclass(frozen=True, eq=False)
+class TreeScan:
+    """output [..., n, d]: what a node gives out is its state."""
+
+    output: torch.Tensor
+
+    def state(self, node: int) -> torch.Tensor:
+        """The state after `node`, [..., d]."""
+        return self.output[..., node, :]
+
+
+def tree_form(initial, x, decay, sources: Sequence[int]) -> TreeScan:
+    """All nodes of a wiring, level by level: as many vectorised steps as the tree is deep.
+
+    The closed form, o_i = G_i h_0 + sum_j D_ij x_j, needs an [n, n] table of decays for each channel, because channels
+    share none: n times the work of the fold, and no matrix product to make up for it. So the fold is used, in the
+    arithmetic of `step`.
+
+    initial [..., d]; x, decay [..., n, d]; sources as in `Plan.state`. Computes in the dtype it is given.
+    """
+    _, output = fold(step, initial, (x.movedim(-2, 0), decay.movedim(-2, 0)), sources)
+    return TreeScan(output.movedim(0, -2))

@@ -1,0 +1,573 @@
+"""Faults put into a running engine: which node a channel reads, what a commit stores, what a kernel is handed.
+
+Nothing here knows how a fault is found: comparison and verdict may not be imported, and no logit or record is edited
+after the fact unless a seam of the engine hands it over. The self-test, the calibration and the tests all use these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..base.errors import Unsupported
+from ..engines.checked import Around
+from ..engines.transformers.adapters import ADAPTERS, Swap
+from ..judge.sampling.processing import history, process, to_numpy
+from ..model.wiring import BLANK, FORKED, UNFORKED, Wiring, with_edge
+from ..tree.draft_tree import DraftTree
+
+# Engines with one thing changed
+
+
+class Faulty(Around):
+    """An engine that behaves like `engine` but for what a keyword replaces.
+
+    forked, unforked   the wiring that really runs when that mode is asked for
+    own        the wiring that runs in place of the engine's own multi-token pass
+    around     (engine, tree, the wiring that runs) -> a context that every verify pass runs in
+    logits     a function (logits, tree, the wiring that was asked for) of what every verify pass gives
+    linear     the same of the engine's own multi-token pass alone, a function of the logits
+    decode     a function (logits, number of the call) of decoded logits
+    forward    a function of the logits of full forward passes
+    commit     a function (engine, verified, node, the right Prefix) of what a commit stores
+    """
+
+    def __init__(
+        self, engine, *, forked=FORKED, unforked=UNFORKED, own=None, around=None, logits=None, linear=None,
+        decode=None, forward=None, commit=None, **claims,
+    ):  # fmt: skip
+        super().__init__(engine)
+        self._wirings = {FORKED: forked, UNFORKED: unforked, None: own}
+        self._around, self._linear, self._decode, self._forward = around, linear, decode, forward
+        self._logits, self._commit, self._calls = logits, commit, 0
+        self.__dict__.update(claims)
+
+    def verify(self, prefix, tree, wiring):
+        real = self._wirings.get(wiring, wiring)
+        if self._around is None:
+            verified = self._engine.verify(prefix, tree, real)
+        else:
+            engine = self._engine.fresh
+            with self._around(engine, tree, real):
+                verified = engine.verify(prefix, tree, real)
+        if wiring is None and self._linear:
+            verified = replace(verified, logits=self._linear(verified.logits))
+        if self._logits:
+            verified = replace(verified, logits=self._logits(verified.logits, tree, wiring))
+        return verified
+
+    def decode(self, prefix, tree, *, batched=False):
+        logits = self._engine.decode(prefix, tree, batched=batched)
+        self._calls += 1
+        return self._decode(logits, self._calls) if self._decode else logits
+
+    def forward(self, paths, keep):
+        logits = self._engine.forward(paths, keep)
+        return self._forward(logits) if self._forward else logits
+
+    def commit(self, verified, node):
+        right = self._engine.commit(verified, node)
+        return self._commit(self._engine, verified, node, right) if self._commit else right
+
+    def prefill(self, tokens):
+        return replace(self._engine.prefill(tokens))
+
+
+class Remembered(Around):
+    """An engine that makes no pass twice: many faults share one prefix, its reference and its controls.
+
+    Only right for an engine whose passes do not depend on what ran before; faults go around it.
+    """
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.fresh, self._known, self._kept, self._off = self._engine.fresh, {}, [], 0
+
+    def prefill(self, tokens):
+        return self._once(("prefill", tuple(tokens)), lambda: self.fresh.prefill(tokens))
+
+    def step(self, prefix, token):
+        return self._once(("step", self._name(prefix), token), lambda: self.fresh.step(prefix, token))
+
+    def decode(self, prefix, tree, *, batched=False):
+        key = ("decode", self._name(prefix), tree, batched)
+        return self._once(key, lambda: self.fresh.decode(prefix, tree, batched=batched))
+
+    def verify(self, prefix, tree, wiring):
+        return self._once(("verify", self._name(prefix), tree, wiring), lambda: self.fresh.verify(prefix, tree, wiring))
+
+    def forward(self, paths, keep):
+        return self._once(("forward", *map(tuple, paths), keep), lambda: self.fresh.forward(paths, keep))
+
+    @contextlib.contextmanager
+    def watch(self, layers):
+        """As the engine's own; passes are made again, because a remembered one runs no layer."""
+        self._off += 1
+        try:
+            with self.fresh.watch(layers) as seen:
+                yield seen
+        finally:
+            self._off -= 1
+
+    def _name(self, prefix) -> int:
+        self._kept.append(prefix.cache)  # an id is a name only as long as its owner lives
+        return id(prefix.cache)
+
+    def _once(self, key, make: Callable):
+        if self._off:
+            return make()
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+# Wirings
+
+
+def moved_edge(channel: str, node: int, source: int) -> Wiring:
+    """The right wiring but for one node of a branching tree, which continues, sees, or stands at, something else."""
+
+    def rule(tree):
+        moves = not tree.is_chain and len(tree) > node
+        return with_edge(tree, channel, node, source) if moves else getattr(FORKED.plan(tree), channel)
+
+    return Wiring(f"{channel} of node {node}", **{channel: rule})
+
+
+def dropped(*channels: str) -> Wiring:
+    """What the committed text left in these channels, state or conv, is read as zeros."""
+    return Wiring("dropped", **{channel: lambda tree: (BLANK, *tree.parents[1:]) for channel in channels})
+
+
+def running_state(tree: DraftTree) -> tuple[int, ...]:
+    """A parent that is out of range, here that of every second sibling, keeps the state that happens to be there."""
+    return tuple(
+        node - 1 if parent >= 0 and node != tree.children[parent][0] else parent
+        for node, parent in enumerate(tree.parents)
+    )
+
+
+# What a commit can store in place of the right contents. Channels: recurrent, conv, keys (with values).
+
+
+def keeps(source: Callable, *channels: str, tree_only: bool = False, share: float = 1.0) -> Callable:
+    """A commit whose `channels` hold what `source(engine, verified, node)`, a Prefix, holds; the rest is right.
+
+    tree_only: the engine's own pass along a chain is left alone. share: of the wrong contents, the rest right ones.
+    """
+
+    def commit(engine, verified, node, right):
+        if tree_only and verified.plan is None:
+            return right
+        return mixed(engine, right, source(engine, verified, node), channels, share)
+
+    return commit
+
+
+def mixed(engine, right, other, channels: Sequence[str], share: float = 1.0, layer: int | None = None):
+    """`right` with `share` of some channels of `other`, Prefixes of the transformers engine; in one layer or in all."""
+    cache = engine.caches.fork(right.cache)
+
+    def blend(mine, theirs):
+        return theirs.clone() if share == 1 else torch.lerp(mine, theirs, share)
+
+    for index, (mine, theirs) in enumerate(zip(cache.layers, other.cache.layers, strict=True)):
+        if layer not in (None, index):
+            continue
+        for channel, name in (("recurrent", "recurrent_states"), ("conv", "conv_states")):
+            if channel in channels and hasattr(theirs, name):
+                held = getattr(mine, name)
+                found = {number: blend(held[number], x) for number, x in getattr(theirs, name).items()}
+                setattr(mine, name, found)
+        if "keys" in channels and getattr(theirs, "keys", None) is not None:
+            mine.keys, mine.values = blend(mine.keys, theirs.keys), blend(mine.values, theirs.values)
+    return replace(right, cache=cache)
+
+
+def before(engine, verified, node):
+    """The commit never happened."""
+    return verified.prefix
+
+
+def block_end(engine, verified, node):
+    """The state after the last row of the block, however few of its rows were accepted."""
+    return engine.commit(verified, len(verified.tree) - 1)
+
+
+def stale_slots(engine) -> Faulty:
+    """Every commit is right, but a plain step after it reads the recurrent slots from before the accept."""
+    slots = {}
+
+    def commit(_, verified, node, right):
+        right = replace(right)
+        slots[id(right)] = (right, verified.prefix)
+        return right
+
+    def step(prefix, token):
+        if id(prefix) in slots:
+            prefix = mixed(engine, prefix, slots[id(prefix)][1], ("recurrent", "conv"))
+        return engine.step(prefix, token)
+
+    return Faulty(engine, commit=commit, step=step)
+
+
+def wired(**channels):
+    """What another wiring of the commit would have stored, such as commit='flat': rows by depth, not by node."""
+
+    def source(engine, verified, node):
+        if verified.plan is None:
+            return engine.commit(verified, node)
+        plan = replace(FORKED, **channels).plan(verified.tree)
+        kept = {channel: getattr(plan, channel) for channel in channels}
+        return engine.commit(replace(verified, plan=replace(verified.plan, **kept)), node)
+
+    return source
+
+
+def replayed_without_keys(engine, verified, node):
+    """The accepted tokens run again to rebuild the states, behind an attention cache that is empty."""
+    cache = engine.caches.fork(verified.prefix.cache)
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
+    prefix = replace(verified.prefix, cache=cache)
+    for token in verified.tree.path_tokens(node):
+        _, prefix = engine.step(prefix, token)
+    return prefix
+
+
+def rounded(engine, verified, node):
+    """States stored in bf16."""
+    right = engine.commit(verified, node)
+    cache = engine.caches.fork(right.cache)
+    for layer in cache.layers:
+        for number, x in getattr(layer, "recurrent_states", {}).items():
+            layer.recurrent_states[number] = x.to(torch.bfloat16).to(x.dtype)
+    return replace(right, cache=cache)
+
+
+# A step that was captured once and is replayed for every later pass of its shape
+
+
+def captured(engine, *channels: str, share: float = 1.0) -> Faulty:
+    """Tree passes of as many rows read these `channels` (of a wiring) as the first one did; chains are not captured.
+
+    slots: in place of a wiring's channel, the states and windows that the first pass started from.
+    """
+    first: dict[int, tuple] = {}
+
+    def verify(prefix, tree, wiring):
+        if wiring is not FORKED or tree.is_chain:
+            return engine.verify(prefix, tree, wiring)
+        theirs, plan = first.setdefault(len(tree), (prefix, FORKED.plan(tree)))
+        if "slots" in channels:
+            prefix = mixed(engine, prefix, theirs, ("recurrent", "conv"), share)
+        stale = {name: _constant(getattr(plan, name)) for name in channels if name != "slots"}
+        if plan.tree == tree or not stale:
+            return engine.verify(prefix, tree, FORKED)
+        if share == 1:
+            return engine.verify(prefix, tree, Wiring("captured", **stale))
+        with blended(Wiring("captured", **stale), share)(engine.fresh, tree, FORKED):
+            return engine.fresh.verify(prefix, tree, FORKED)
+
+    return Faulty(engine, verify=verify)
+
+
+def _constant(indices) -> Callable:
+    return lambda tree: indices
+
+
+# What runs inside a pass
+
+
+def altered(kind: str, change: Callable, *, own: bool = True, layer: int | None = None) -> Callable:
+    """A context for `Faulty.around`: recurrent functions that the adapter `kind` stands in for are called through
+    `change(function, arguments, keywords)`, in tree passes and, with `own`, in the library's own pass.
+
+    layer: only in this one, which is known in tree passes alone.
+    """
+
+    @contextlib.contextmanager
+    def around(engine, tree, wiring):
+        with contextlib.ExitStack() as undo:
+            adapter = ADAPTERS[kind]
+
+            def stand_in(swap, *args, **kwargs):
+                if layer is not None and swap.layer != layer:
+                    return adapter(swap, *args, **kwargs)
+                return change(lambda *a, **k: adapter(swap, *a, **k), args, kwargs)
+
+            undo.callback(ADAPTERS.__setitem__, kind, adapter)
+            ADAPTERS[kind] = stand_in
+            for name, stands_for in engine.family.calls.items() if own else ():
+                if stands_for == kind:
+                    place, attribute = engine._place(name)
+                    original = getattr(place, attribute)
+                    undo.callback(setattr, place, attribute, original)
+                    setattr(place, attribute, _through(change, original))
+            yield
+
+    return around
+
+
+def _through(change: Callable, original: Callable) -> Callable:
+    return lambda *args, **kwargs: change(original, args, kwargs)
+
+
+def gate_of_first_row(*names: str, share: float = 1.0) -> Callable:
+    """For `altered`: these keyword arguments, [1, n, ...], are the first row's for every row."""
+
+    def change(function, args, kwargs):
+        first = {name: kwargs[name][:, :1].expand_as(kwargs[name]) for name in names}
+        return function(*args, **kwargs | {name: torch.lerp(kwargs[name], x, share) for name, x in first.items()})
+
+    return change
+
+
+def blended(wrong: Wiring, share: float = 1.0, *, layer: int | None = None, everywhere: bool = False) -> Callable:
+    """A context for `Faulty.around`: a share of what the wiring `wrong` would give, the rest as the pass is wired.
+
+    State and conv: recurrent functions run under both wirings and their outputs are mixed, in one layer or in all.
+    Mask: a row that only one of the two sees gets that share of its attention weight. Positions cannot be mixed.
+    everywhere: in every tree pass; else only where tree_forked was asked for.
+    """
+    if wrong.positions != "tree":
+        raise ValueError("blended: positions cannot be mixed, expected state, conv or mask; use the wiring itself")
+
+    @contextlib.contextmanager
+    def around(engine, tree, wiring):
+        if wiring is None or (wiring is not FORKED and not everywhere):
+            yield
+            return
+        plan = wrong.plan(tree)
+        with contextlib.ExitStack() as undo:
+            for kind in {kind for kind in engine.family.calls.values() if not kind.endswith(("_update", "_only"))}:
+                undo.callback(ADAPTERS.__setitem__, kind, ADAPTERS[kind])
+                ADAPTERS[kind] = _both(ADAPTERS[kind], plan, share, layer)
+            if wrong.mask != "tree":
+                undo.callback(engine.__dict__.pop, "_mask")
+                engine._mask = _partly_seen(engine, plan, share)
+            yield
+
+    return around
+
+
+def _both(adapter: Callable, wrong, share: float, layer: int | None) -> Callable:
+    def run(swap, *args, **kwargs):
+        right = adapter(swap, *args, **kwargs)
+        if layer is not None and swap.layer != layer:
+            return right
+        aside = None if swap.record is None else replace(swap.record, scans={}, inputs={})
+        twin = Swap(wrong, aside, swap.caches, swap.originals)
+        twin.enter(swap.layer)
+        other = adapter(twin, *args, **kwargs)
+        if isinstance(right, tuple):
+            return (torch.lerp(right[0], other[0], share), *right[1:])
+        return torch.lerp(right, other, share)
+
+    return run
+
+
+def _partly_seen(engine, wrong, share: float) -> Callable:
+    def blend(right, other):
+        if isinstance(right, dict):
+            return {kind: blend(mask, other[kind]) for kind, mask in right.items()}
+        if right is None or right.ndim < 4:  # no attention, or a mask of padding
+            return right
+        seen = [(mask if mask.dtype == torch.bool else mask == 0).to(engine.dtype) for mask in (right, other)]
+        return torch.lerp(*seen, share).log().clamp_min(torch.finfo(engine.dtype).min)
+
+    return lambda plan, prefix: blend(*(type(engine)._mask(engine, held, prefix) for held in (plan, wrong)))
+
+
+def hooked(find: Callable, hook: Callable, *, modes: Sequence[Wiring | None] = (FORKED,)) -> Callable:
+    """A context for `Faulty.around`: in passes of these modes over more than one row, `hook(module, args, output)` may
+    replace the output of every module for which `find(name, module)` is true. Raises Unsupported if there is none."""
+
+    @contextlib.contextmanager
+    def around(engine, tree, wiring):
+        found = [module for name, module in engine.model.named_modules() if find(name, module)]
+        if not found:
+            raise Unsupported("hooked: the model has no such module")
+        with contextlib.ExitStack() as undo:
+            for module in found if wiring in modes and len(tree) > 1 else ():
+                undo.callback(module.register_forward_hook(hook).remove)
+            yield
+
+    return around
+
+
+def other_order(engine, tree=None, wiring=None) -> contextlib.AbstractContextManager:
+    """A context for `Faulty.around`: every product of more than one row is summed in two halves, in either mode."""
+
+    def halves(module, args, output):
+        (x,), half = args, args[0].shape[-1] // 2
+        if x.shape[-2] < 2:
+            return output
+        wide = torch.promote_types(x.dtype, torch.float32)  # as kernels sum, and rounded once
+        x, weight, bias = (None if part is None else part.to(wide) for part in (x, module.weight, module.bias))
+        parts = F.linear(x[..., :half], weight[:, :half]), F.linear(x[..., half:], weight[:, half:], bias)
+        return sum(parts).to(output.dtype)
+
+    return _linear_hooks(engine, halves)
+
+
+def noisy(size: float, *, modes: Sequence[Wiring | None] | None = None) -> Callable:
+    """A context for `Faulty.around`: every product of more than one row gets noise, `size` of each row's rms.
+
+    modes: only in these; None for all.
+    """
+
+    def noise(module, args, output):
+        if output.shape[-2] < 2:
+            return output
+        draw = torch.Generator(device=output.device).manual_seed(output.shape[-2])
+        rms = output.float().square().mean(-1, keepdim=True).sqrt()
+        extra = torch.randn(output.shape, generator=draw, device=output.device)
+        return (output.float() + size * rms * extra).to(output.dtype)
+
+    def around(engine, tree, wiring):
+        if modes is not None and wiring not in modes:
+            return contextlib.nullcontext()
+        return _linear_hooks(engine, noise)
+
+    return around
+
+
+def branching(around: Callable) -> Callable:
+    """The same context, for trees that branch alone: chains, the controls among them, stay right."""
+    return lambda engine, tree, wiring: contextlib.nullcontext() if tree.is_chain else around(engine, tree, wiring)
+
+
+@contextlib.contextmanager
+def _linear_hooks(engine, hook: Callable) -> Iterator[None]:
+    with contextlib.ExitStack() as undo:
+        for module in engine.model.modules():
+            if isinstance(module, torch.nn.Linear):
+                undo.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+# What is made of logits
+
+
+def processed(rule: str, mode: str) -> Callable:
+    """For `Faulty(engine, processed=...)`: penalties of one mode count the tokens that a rule of `sampling.RULES`
+    names; those of the other modes the node's own path."""
+
+    def rows(asked, tree, nodes, logits, sampling, prompt, made):
+        used = rule if asked == mode else "path"
+        found = [
+            process(to_numpy(row), sampling, history(used, tree, node, prompt, made))
+            for node, row in zip(nodes, logits, strict=True)
+        ]
+        return torch.from_numpy(np.stack(found))
+
+    return rows
+
+
+def takes(place: int, mode: str) -> Callable:
+    """For `Faulty(engine, chosen=...)`: one mode takes the last of equal largest logits (-1), where the others take the
+    first, or whatever stands at this place by size, which is wrong from the second largest (1) on."""
+
+    def chosen(asked, tree, nodes, logits):
+        order = logits.sort(dim=-1, descending=True, stable=True).indices  # equals by id, the lowest first
+        equal = (logits == logits.amax(-1, keepdim=True)).sum(-1).tolist()
+        where = place if asked == mode else 0
+        return [int(row[count - 1 if where < 0 else where]) for row, count in zip(order, equal, strict=True)]
+
+    return chosen
+
+
+# Several requests in one pass
+
+
+class FaultyBatches:
+    """Batches that behave like `batches` but for what a keyword replaces: prefill, step, verify or reorder, each a
+    function (right, *arguments, **keywords) where right is the method that it stands in for."""
+
+    def __init__(self, batches, **changed):
+        self._batches = batches
+        for name, change in changed.items():
+            right = getattr(batches, name)
+            setattr(self, name, lambda *args, right=right, change=change, **kwargs: change(right, *args, **kwargs))
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+def batched(engine, **changed) -> Faulty:
+    """An engine whose passes over several requests are changed; `changed` as in `FaultyBatches`."""
+    return Faulty(engine, batches=lambda: FaultyBatches(engine.batches(), **changed))
+
+
+def states_of_first(engine, *channels: str) -> Callable:
+    """For `verify` and `step`: every request starts from the first one's states."""
+
+    def change(right, prefixes, *args, **kwargs):
+        return right(
+            [prefixes[0], *(mixed(engine, own, prefixes[0], channels) for own in prefixes[1:])], *args, **kwargs
+        )
+
+    return change
+
+
+def states_of_next(engine, *channels: str, layer: int) -> Callable:
+    """For `verify`: every request starts from what the next one carries in this layer."""
+
+    def change(right, prefixes, *args, **kwargs):
+        others = (*prefixes[1:], *prefixes[:1])
+        wrong = [mixed(engine, own, other, channels, layer=layer) for own, other in zip(prefixes, others, strict=True)]
+        return right(wrong, *args, **kwargs)
+
+    return change
+
+
+def left_behind(engine, *channels: str) -> Callable:
+    """For `reorder`: the rest is permuted, these channels stay where they were."""
+
+    def change(right, prefixes, order):
+        found = right(prefixes, order)
+        stay = (prefixes[place % len(prefixes)] for place in range(len(found)))
+        return [mixed(engine, new, old, channels) for new, old in zip(found, stay, strict=True)]
+
+    return change
+
+
+def padding_run(engine, *channels: str, alone: bool = True) -> Callable:
+    """For `prefill`: on the left, recurrent layers run over the padding too; alone: of a batch of one only."""
+
+    def change(right, prompts, *, padding="left", width=None):
+        found = right(prompts, padding=padding, width=width)
+        longest = max(width or 0, *map(len, prompts))
+        if padding != "left" or (alone and len(prompts) > 1):
+            return found
+        dirty = (engine.prefill([0] * (longest - len(prompt)) + list(prompt)) for prompt in prompts)
+        return [mixed(engine, own, other, channels) for own, other in zip(found, dirty, strict=True)]
+
+    return change
+
+
+def padded_slot(engine) -> Callable:
+    """For `verify`: an idle row's slot is that of a request that is not in the batch, the last one that was seen."""
+    seen: dict[int, object] = {}
+
+    def change(right, prefixes, trees, wiring, *, idle=0, **keywords):
+        found = right(prefixes, trees, wiring, idle=idle, **keywords)
+        waiting = [prefix for name, prefix in seen.items() if name not in map(id, prefixes)]
+        seen.update((id(prefix), prefix) for prefix in prefixes)
+        if idle and waiting:
+            layer = next(
+                i for i, layer in enumerate(waiting[-1].cache.layers) if getattr(layer, "recurrent_states", None)
+            )
+            engine.caches.state(waiting[-1].cache, layer).mul_(0.5)
+        return found
+
+    return change

@@ -1,0 +1,41 @@
+"""Root-to-leaf paths of a tree, and paths as padded chains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .draft_tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Path:
+    """A root-to-leaf path: `nodes` in order, and `owned`, its positions that no earlier leaf path holds."""
+
+    nodes: tuple[int, ...]
+    owned: tuple[int, ...]
+
+
+def leaf_paths(tree: DraftTree, limit: int | None = None) -> list[Path]:
+    """Root-to-leaf paths in flat order of their leaves; with a limit, the fixed sample that covers most nodes."""
+    paths = [tree.path(leaf) for leaf in tree.leaves]
+    if limit is not None and limit < len(paths):
+        left, chosen, held = list(paths), [], set()
+        for _ in range(limit):
+            best = max(left, key=lambda path: (len(set(path) - held), -path[-1]))
+            left.remove(best)
+            chosen.append(best)
+            held |= set(best)
+        paths = sorted(chosen, key=lambda path: path[-1])
+    seen: set[int] = set()
+    found = []
+    for path in paths:
+        found.append(Path(path, tuple(place for place, node in enumerate(path) if node not in seen)))
+        seen |= set(path)
+    return found
+
+
+def padded_chain(tree: DraftTree, path: Sequence[int], rows: int) -> DraftTree:
+    """The path as a chain of `rows` rows: its own tokens, then its last token again. Rows after it cannot reach it."""
+    tokens = [tree.tokens[node] for node in path]
+    return DraftTree.chain(tokens + tokens[-1:] * (rows - len(tokens)))

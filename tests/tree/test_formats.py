@@ -1,0 +1,382 @@
+"""Every form round-trips, and every way in which it can be wrong is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddtree_check.tree.case import load_tree
+from ddtree_check.tree.draft_tree import DraftTree
+from ddtree_check.tree.drafts.recorded import load_recorded
+from ddtree_check.tree.drafts.shapes import shape
+from ddtree_check.tree.formats import (
+    Links,
+    from_batch_links,
+    from_links,
+    from_mask,
+    from_paths,
+    from_trace,
+    to_batch_links,
+    to_links,
+    to_mask,
+    to_paths,
+    to_trace,
+)
+
+NAMED = DraftTree((None, 1, 2, 1, 3, 1), (-1, 0, 0, 1, 2, 4))
+
+
+def tree_of(drawn):
+    """The tree in which node i + 1 continues node drawn[i] mod i + 1; siblings count down from token 20."""
+    parents = (-1, *(number % (node + 1) for node, number in enumerate(drawn)))
+    return DraftTree((3, *(20 - parents[1:node].count(parents[node]) for node in range(1, len(parents)))), parents)
+
+
+TREES = st.lists(st.integers(0, 2), max_size=8).map(tree_of) | st.lists(st.integers(0, 99), max_size=11).map(tree_of)
+SPARE = st.integers(0, 3)  # padding rows
+
+
+def padded(tree, rows):
+    return (*tree.tokens, *[0] * (rows - len(tree)))
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+LINKS = [  # parents, next_token, next_sibling
+    pytest.param((-1,), [-1], [-1], id="root-only"),
+    pytest.param((-1, 0, 1), [1, 2, -1], [-1, -1, -1], id="chain"),
+    pytest.param((-1, 0, 0, 0), [1, -1, -1, -1], [-1, 2, 3, -1], id="star"),
+    pytest.param((-1, 0, 0, 1), [1, 3, -1, -1], [-1, 2, -1, -1], id="sglang-example"),
+    pytest.param((-1, 0, 0, 1, 2, 4), [1, 3, 4, -1, 5, -1], [-1, 2, -1, -1, -1, -1], id="first-child-after-sibling"),
+    pytest.param((-1, 0, 1, 0, 1), [1, 2, -1, -1, -1], [-1, 3, 4, -1, -1], id="siblings-interleaved"),
+]
+
+
+@pytest.mark.parametrize(("parents", "next_token", "next_sibling"), LINKS)
+def test_links_on_paper(parents, next_token, next_sibling):
+    tree = DraftTree(tuple(range(len(parents))), parents)
+    links = to_links(tree)
+    assert links.retrieve_index.tolist() == list(range(len(parents)))
+    assert (links.next_token.tolist(), links.next_sibling.tolist()) == (next_token, next_sibling)
+    assert {array.dtype for array in (links.retrieve_index, links.next_token, links.next_sibling)} == {
+        np.dtype("int64")
+    }
+    assert from_links(next_token, next_sibling, tree.tokens) == tree
+
+
+@given(TREES, SPARE)
+def test_links_round_trip(tree, spare):
+    rows = len(tree) + spare
+    links = to_links(tree, rows)
+    assert from_links(links.next_token, links.next_sibling, padded(tree, rows), count=len(tree)) == tree
+
+
+@given(TREES, st.data())
+def test_any_changed_link_is_refused_or_differs(tree, data):
+    links = to_links(tree)
+    changed = {"next_token": links.next_token.copy(), "next_sibling": links.next_sibling.copy()}
+    name, node = data.draw(st.sampled_from(sorted(changed))), data.draw(st.integers(0, len(tree) - 1))
+    value = data.draw(st.integers(-2, len(tree)).filter(lambda value: value != changed[name][node]))
+    changed[name][node] = value
+    try:
+        assert from_links(**changed, tokens=tree.tokens) != tree
+    except ValueError as error:
+        assert "node" in str(error) and "\n" not in str(error)
+
+
+@given(st.lists(TREES, min_size=1, max_size=4), SPARE)
+def test_batch_links_round_trip(drawn, spare):
+    rows = max(map(len, drawn)) + spare
+    links = to_batch_links(drawn, rows)
+    assert links.retrieve_index.shape == links.next_token.shape == links.next_sibling.shape == (len(drawn), rows)
+    for b in range(len(drawn)):
+        assert links.retrieve_index[b].tolist() == [b * rows + i for i in range(rows)]
+    tokens = np.array([padded(tree, rows) for tree in drawn])
+    assert from_batch_links(links, tokens, [len(tree) for tree in drawn]) == drawn
+
+
+def test_padding_may_hang_below_the_root():
+    """Parents -1 0 0 1, then two padding rows whose parent is 0 by convention."""
+    tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 1))
+    linked = [1, 3, -1, -1, -1, -1], [-1, 2, 4, -1, 5, -1]
+    assert from_links(*linked, padded(tree, 6), count=4) == tree
+    assert len(from_links(*linked, (5, 6, 7, 8, 9, 10))) == 6  # without the count they are nodes
+    assert from_links([1, -1], [-1, -1], (5, 0), count=1) == DraftTree((5,), (-1,))
+    with pytest.raises(ValueError, match="node 3 has next_token 4, a padding row; expected it below the root"):
+        from_links([1, 3, -1, 4, -1, -1], [-1, 2, -1, -1, 5, -1], padded(tree, 6), count=4)
+
+
+LINKS_REFUSED = [  # next_token, next_sibling, message
+    pytest.param([1, -1, -1], [-1, -1, -1], "node 2 is not linked", id="unlinked"),
+    pytest.param(
+        [2, -1, -1],
+        [-1, -1, 1],
+        "node 2 has next_sibling 1, expected -1 or a later row",
+        id="descending-siblings",
+    ),
+    pytest.param([1, -1, -1, -1], [-1, 3, -1, 2], "node 3 has next_sibling 2", id="descending-siblings-later"),
+    pytest.param([1, 2, 1], [-1, -1, -1], "node 2 has next_token 1, expected -1 or a later row", id="cycle"),
+    pytest.param([1, 2, 0], [-1, -1, -1], "node 2 has next_token 0", id="cycle-through-the-root"),
+    pytest.param([1, 1, -1], [-1, -1, -1], "node 1 has next_token 1", id="own-child"),
+    pytest.param([1, -1, -1], [-1, 1, -1], "node 1 has next_sibling 1", id="own-sibling"),
+    pytest.param([1, 2, -1], [-1, 2, -1], "node 2 has two parents, 1 and 0", id="two-parents"),
+    pytest.param([1, 3, 3, -1], [-1, 2, -1, -1], "node 3 has two parents, 1 and 2", id="two-parents-by-child"),
+    pytest.param([2, -1, -1], [1, -1, -1], "node 0 has next_sibling 1, expected -1", id="root-with-sibling"),
+    pytest.param([1, 3, -1], [-1, 2, -1], "node 1 has next_token 3, expected -1 or a later row", id="beyond-the-rows"),
+    pytest.param([1, -2, -1], [-1, 2, -1], "node 1 has next_token -2", id="below-minus-1"),
+]
+
+
+@pytest.mark.parametrize(("next_token", "next_sibling", "message"), LINKS_REFUSED)
+def test_links_refused(next_token, next_sibling, message):
+    with pytest.raises(ValueError) as caught:
+        from_links(next_token, next_sibling, range(len(next_token)))
+    assert message in str(caught.value)
+
+
+MISSHAPEN = [
+    pytest.param(([1, -1], [-1, -1], (1, 2, 3)), {}, "and 3 tokens; expected one of each", id="tokens"),
+    pytest.param(([1, -1], [-1], (1, 2)), {}, "expected one of each for every row", id="siblings"),
+    pytest.param(([[1, -1]], [[-1, -1]], (1, 2)), {}, "expected one of each", id="a-batch"),
+    pytest.param(([1.0, -1.0], [-1, -1], (1, 2)), {}, "next_token is float64", id="float"),
+    pytest.param(([1, -1], [-1, -1], (1, 2)), {"count": 3}, "count 3 of 2 rows", id="count-too-large"),
+    pytest.param(([1, -1], [-1, -1], (1, 2)), {"count": 0}, "count 0 of 2 rows", id="count-0"),
+    pytest.param(([1, -1], [-1, -1], (1, None)), {}, "node 1 has token None", id="no-token"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "more", "message"), MISSHAPEN)
+def test_misshapen_links_refused(arguments, more, message):
+    with pytest.raises(ValueError, match=message):
+        from_links(*arguments, **more)
+
+
+def test_batch_links_name_the_request():
+    good = to_batch_links([NAMED, NAMED])
+    tokens = [NAMED.with_root(9).tokens] * 2
+    assert from_batch_links(good, tokens) == [NAMED.with_root(9)] * 2
+    swapped = Links(good.retrieve_index[::-1], good.next_token, good.next_sibling)
+    with pytest.raises(ValueError, match="request 0 node 0 has retrieve_index 6, expected 0"):
+        from_batch_links(swapped, tokens)
+    broken = good.next_token.copy()
+    broken[1, 4] = -1
+    with pytest.raises(ValueError, match=r"^request 1: links: node 5 is not linked"):
+        from_batch_links(Links(good.retrieve_index, broken, good.next_sibling), tokens)
+    for index, rows, counts in (
+        (good.retrieve_index, tokens[:1], None),
+        (good.retrieve_index[0], tokens, None),
+        (good.retrieve_index, tokens, [6]),
+    ):
+        with pytest.raises(ValueError, match=r"expected \[requests, rows\]"):
+            from_batch_links(Links(index, good.next_token, good.next_sibling), rows, counts)
+
+
+def test_too_few_rows_are_refused():
+    for make in (to_links, lambda tree, rows: to_batch_links([tree], rows), lambda tree, rows: to_mask(tree, 0, rows)):
+        with pytest.raises(ValueError, match="5 rows for 6 nodes"):
+            make(NAMED, 5)
+    with pytest.raises(ValueError, match="no trees"):
+        to_batch_links([])
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def test_mask_on_paper():
+    tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 1))
+    block = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    assert to_mask(tree).tolist() == block
+    assert to_mask(tree, prefix=2).tolist() == [[1, 1, *row] for row in block]
+    padding = to_mask(tree, prefix=1, rows=6)
+    assert padding[4:].tolist() == [[1, 1, 0, 0, 0, 1, 0], [1, 1, 0, 0, 0, 0, 1]]
+    assert padding.dtype == bool and from_mask(padding, padded(tree, 6), prefix=1, count=4) == tree
+
+
+@given(TREES, st.integers(0, 3), SPARE)
+def test_mask_round_trip(tree, prefix, spare):
+    rows = len(tree) + spare
+    mask = to_mask(tree, prefix, rows)
+    assert mask.shape == (rows, prefix + rows)
+    assert from_mask(mask, padded(tree, rows), prefix, count=len(tree)) == tree
+    assert len(from_mask(mask, range(rows), prefix)) == rows  # padding is a child of the root
+
+
+@given(TREES, st.integers(0, 2), st.data())
+def test_any_changed_mask_is_refused_or_differs(tree, prefix, data):
+    mask = to_mask(tree, prefix)
+    row, column = data.draw(st.integers(0, len(mask) - 1)), data.draw(st.integers(0, mask.shape[1] - 1))
+    mask[row, column] ^= True
+    try:
+        assert from_mask(mask, tree.tokens, prefix) != tree
+    except ValueError as error:
+        assert "row" in str(error) or "both token" in str(error)
+
+
+MASKS_REFUSED = [  # mask, prefix, message
+    pytest.param([[1, 0], [1, 0]], 0, "row 1 does not see itself", id="not-itself"),
+    pytest.param([[0, 0], [1, 1]], 0, "row 0 does not see itself", id="root-not-itself"),
+    pytest.param([[1, 1], [1, 1]], 0, "row 0 sees row 1, expected no later row", id="later-row"),
+    pytest.param([[1, 0], [0, 1]], 0, "row 1 sees no earlier row", id="two-roots"),
+    pytest.param(
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]], 0, "row 2 does not see row 0, unlike its parent, row 1", id="gap-in-the-path"
+    ),
+    pytest.param(
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]], 0, "row 3 sees row 1, unlike its parent", id="cousin"
+    ),
+    pytest.param([[1, 1, 1, 0], [1, 0, 1, 1]], 2, "row 1 does not see prefix column 1", id="prefix"),
+    pytest.param([[0, 1]], 1, "row 0 does not see prefix column 0", id="root-without-prefix"),
+]
+
+
+@pytest.mark.parametrize(("mask", "prefix", "message"), MASKS_REFUSED)
+def test_mask_refused(mask, prefix, message):
+    with pytest.raises(ValueError) as caught:
+        from_mask(np.array(mask, dtype=bool), range(len(mask)), prefix)
+    assert message in str(caught.value)
+
+
+def test_misshapen_masks_refused():
+    mask = to_mask(NAMED, 2)
+    for wrong, tokens, prefix in (
+        (mask, NAMED.tokens, 0),
+        (mask.astype(int), NAMED.tokens, 2),
+        (mask, NAMED.tokens[:5], 2),
+    ):
+        with pytest.raises(ValueError, match="expected bool"):
+            from_mask(wrong, tokens, prefix)
+    with pytest.raises(ValueError, match="prefix -1"):
+        to_mask(NAMED, -1)
+    with pytest.raises(ValueError, match="count 7 of 6 rows"):
+        from_mask(mask, NAMED.tokens, 2, count=7)
+
+
+def test_a_causal_mask_is_a_chain_and_not_the_tree():
+    assert from_mask(np.tri(6, dtype=bool), NAMED.tokens) == DraftTree.chain(NAMED.tokens) != NAMED
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_trace_on_paper():
+    trace = to_trace(NAMED, (0, 2, 4))
+    assert trace == {
+        "accepted_indices": [0, 2, 4],
+        "node_token_ids": [1, 2, 1, 3, 1],
+        "node_depths": [1, 1, 2, 2, 3],
+        "parents": [-1, 0, 0, 1, 2, 4],
+        "root_token": None,
+    }
+    del trace["root_token"]
+    assert from_trace(trace) == (NAMED, (0, 2, 4))
+
+
+@given(TREES, st.data())
+def test_trace_round_trip(tree, data):
+    path = tree.path(data.draw(st.integers(0, len(tree) - 1)))
+    assert from_trace(json.loads(json.dumps(to_trace(tree, path)))) == (tree, path)
+
+
+TRACES_REFUSED = [  # what to change, message
+    pytest.param({"accepted_indices": [2, 4]}, "begins with node 0", id="no-root-in-path"),
+    pytest.param({"accepted_indices": []}, "begins with node 0", id="empty-path"),
+    pytest.param({"accepted_indices": [0, 4]}, "accepted node 4 after node 0, expected a child", id="gap"),
+    pytest.param({"accepted_indices": [0, 1, 4]}, "accepted node 4 after node 1", id="cousin"),
+    pytest.param({"accepted_indices": [0, 9]}, "accepted node 9 after node 0", id="no-node"),
+    pytest.param({"accepted_indices": None}, "no list 'accepted_indices'", id="no-path"),
+    pytest.param({"node_depths": [0, 0, 1, 1, 2]}, "node 1 has depth 0, expected 1", id="depths-from-0"),
+    pytest.param({"node_depths": [1, 1, 2, 2, 2]}, "node 5 has depth 2, expected 3", id="wrong-depth"),
+    pytest.param({"node_depths": [1, 1, 2, 2]}, "4 node_depths and 5 node_token_ids", id="short-depths"),
+    pytest.param({"parents": [0, 0, 1, 2, 4]}, "6 tokens and 5 parents", id="parents-without-root"),
+    pytest.param({"node_token_ids": [1, 1, 1, 3, 1]}, "nodes 1 and 2 are both token 1", id="twin-siblings"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), TRACES_REFUSED)
+def test_trace_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        from_trace(to_trace(NAMED, (0, 2, 4)) | change)
+
+
+def test_trace_refuses_a_path_of_another_tree():
+    with pytest.raises(ValueError, match="accepted node 3 after node 0"):
+        to_trace(NAMED, (0, 3))
+    with pytest.raises(ValueError, match="expected lists accepted_indices"):
+        from_trace([])
+
+
+# --- path sets --------------------------------------------------------------------------------------------------------
+
+
+def test_paths_on_paper():
+    assert to_paths(NAMED) == [(None, 1, 1), (None, 2, 3, 1)]
+    assert from_paths([(None, 2, 3, 1), (None, 1, 1)]) == DraftTree((None, 2, 3, 1, 1, 1), (-1, 0, 1, 2, 0, 4))
+    assert to_paths(DraftTree((7,), (-1,))) == [(7,)]
+
+
+@given(TREES)
+def test_paths_round_trip(tree):
+    again = from_paths(to_paths(tree))
+    assert again == tree.reordered("depth")[0]
+    assert to_paths(again) == to_paths(tree)
+
+
+PATHS_REFUSED = [
+    pytest.param([], "0 paths, expected at least one", id="none"),
+    pytest.param([(1, 2), ()], "none of them empty", id="empty-path"),
+    pytest.param([(1, 2), (3, 2)], "path 1 begins with 3, expected the root's 1", id="two-roots"),
+    pytest.param([(1, 2, 3), (1, 2)], "path 1 lies within another path", id="prefix"),
+    pytest.param([(1, 2), (1, 2, 3)], "path 0 lies within another path", id="prefix-first"),
+    pytest.param([(1, 2), (1, 3), (1, 2)], "path 2 lies within another path", id="twice"),
+    pytest.param([(1, -2)], "node 1 has token -2", id="token"),
+]
+
+
+@pytest.mark.parametrize(("paths", "message"), PATHS_REFUSED)
+def test_paths_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        from_paths(paths)
+
+
+# --- any form as a file -----------------------------------------------------------------------------------------------
+
+FORMS = [
+    pytest.param(lambda tree: tree.to_json(), id="tokens-and-parents"),
+    pytest.param(lambda tree: to_trace(tree, tree.path(len(tree) - 1)), id="ddtree"),
+    pytest.param(lambda tree: {"paths": [list(path) for path in to_paths(tree)]}, id="paths"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_a_tree_file_and_a_recorded_draft(tmp_path, form):
+    tree = shape("random", 12, vocab=90, seed=3, root=5)
+    wanted = tree if "paths" not in form(tree) else tree.reordered("depth")[0]
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(form(tree)))
+    assert load_tree(path) == wanted
+    path.write_text(
+        "\n".join(json.dumps(value) for value in (form(tree), {"tree": form(tree)}, {"trees": [form(tree)]}))
+    )
+    assert load_recorded(path) == [wanted, wanted, (wanted,)]
+
+
+BAD_FORMS = [
+    pytest.param({"node_token_ids": [1], "node_depths": [2], "parents": [-1, 0]}, "depth 2, expected 1", id="depth"),
+    pytest.param({"node_token_ids": [1], "node_depths": [1], "parents": [0]}, "2 tokens and 1 parents", id="parents"),
+    pytest.param({"paths": [[1, 2], [3, 4]]}, "path 1 begins with 3", id="roots"),
+    pytest.param({"paths": "12"}, "expected a list of lists", id="text"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), BAD_FORMS)
+def test_a_wrong_form_names_file_and_cause(tmp_path, value, message):
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(value))
+    for read in (load_tree, load_recorded):
+        with pytest.raises(ValueError, match=message) as refused:
+            read(path)
+        assert str(path) in str(refused.value)
