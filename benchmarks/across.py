@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from ddtree_check.engines import load_engine
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.flows.check import Settings
 from ddtree_check.flows.commit import gather
 from ddtree_check.flows.replay import reference_of

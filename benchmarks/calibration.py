@@ -31,8 +31,8 @@ from tabulate import tabulate
 from transformers import AutoConfig
 
 from ddtree_check.base.resources import fixtures_dir
-from ddtree_check.engines import load_engine
 from ddtree_check.engines.capacity import plan
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.engines.transformers import loading
 from ddtree_check.engines.transformers.engine import TransformersEngine
 from ddtree_check.flows.batch import batch_runs

@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .engines import Engine, load_engine
+    from .engines import Engine
+    from .engines.registry import load_engine
     from .flows.check import check
     from .flows.settings import Item, Settings
     from .model.wiring import Wiring
@@ -23,7 +24,7 @@ PLACES = {  # of what is public; imported when it is asked for, so that torch is
     "DraftTree": "tree.draft_tree:DraftTree",
     "Wiring": "model.wiring:Wiring",
     "Engine": "engines:Engine",
-    "load_engine": "engines:load_engine",
+    "load_engine": "engines.registry:load_engine",
     "TraceWriter": "trace.write:TraceWriter",
     "read_trace": "trace.read:read_trace",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import functools
 from collections.abc import Iterable, Sequence
 
@@ -22,12 +24,20 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 def make_engine(family: str, dtype: str = "float32", mixers: str = "library", seed: int = 0, **changes):
-    config = AutoConfig.for_model(family, **(SHAPES[family] | changes))
+    # A configuration keeps the very lists it is given.
+    config = AutoConfig.for_model(family, **copy.deepcopy(SHAPES[family] | changes))
     model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=seed)
     return TransformersEngine(model, mixers=mixers, provenance={"name": f"tiny {family}", "weights": "random"})
 
 
-engine = functools.cache(make_engine)  # shared: a test that changes its engine makes its own
+def engine(family: str, dtype: str = "float32", mixers: str = "library", **changes) -> TransformersEngine:
+    """Return an engine that all tests share: one that changes its engine makes its own."""
+    return _shared(family, dtype, mixers, repr(changes))
+
+
+@functools.cache
+def _shared(family: str, dtype: str, mixers: str, changes: str) -> TransformersEngine:
+    return make_engine(family, dtype, mixers, **ast.literal_eval(changes))
 
 
 def tree(name: str = "random", nodes: int = 16, *, order: str = "heap", seed: int = 0, root: int = 5) -> DraftTree:

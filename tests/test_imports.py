@@ -37,6 +37,7 @@ WITHOUT_TORCH = (  # a folder stands for all its modules
     "engines.sglang.recorder",
     "engines.sglang.scripted",
     "judge.rule",
+    "judge.figures",
     "judge.conclude",
     "judge.sampling.processing",
     "judge.sampling.draws",
@@ -228,9 +229,8 @@ def test_scripts_that_no_test_runs_name_what_there_is(script):
 
 
 def test_a_name_that_was_changed_is_seen():
-    source = (
-        "from ddtree_check import inject\nfrom ddtree_check.tree.draft_tree import DraftTree, Bush\ninject.keys_alone()"
-    )
+    source = "from ddtree_check.selftest import inject\nfrom ddtree_check.tree.draft_tree import DraftTree, Bush\n"
+    source += "inject.keys_alone()"
     assert unknown_names(source) == ["ddtree_check.tree.draft_tree.Bush", "ddtree_check.selftest.inject.keys_alone"]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..base.errors import Unsupported
-from ..engines import walk
+from ..engines.contract import walk
 from ..judge.attribution import Entry, Finding
 from ..judge.commit import Part, compare_contents, off, tree_floors
 from ..judge.differences import measure, ulp

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..base.errors import Unsupported
-from ..engines import walk
+from ..engines.contract import walk
 from ..judge.commit import STEPS, Accept, Commit, Judge, Left, Part, Search, Standard
 from ..judge.nodes import judged_as
 from ..judge.rule import Rule

@@ -16,8 +16,8 @@ import torch
 
 from .. import __version__
 from ..base.errors import Unsupported, UsageError, usage_errors
-from ..engines import ASSUMED
 from ..engines.checked import complete
+from ..engines.contract import ASSUMED
 from ..engines.recorded import TraceEngine, layers_to_json, tensor
 from ..judge.case import Outcome, Runs, judge_case
 from ..judge.differences import Differences, join, measure, measure_any, row_hashes

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..base.errors import Unsupported
-from ..engines import walk
+from ..engines.contract import walk
 from ..engines.recorded import tensor
 from ..judge.commit import Accept, Commit, Contents, Judge, Left, Search, Standard
 from ..judge.nodes import CONTROL, MODES

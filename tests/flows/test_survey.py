@@ -13,7 +13,7 @@ from tests.models import make_engine, off, prompt, tree
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_forked_and_leaks_unforked(family):
-    row = survey(family, nodes=8)
+    row = survey(family, nodes=8, prompt=12)
     recurrent = set(row["layers"]) - {"attention"}
     assert row["exit_code"] == 0 and row["modes"]["tree_forked"] == "pass"
     assert row["modes"]["tree_unforked"] == ("fail" if recurrent else "pass")

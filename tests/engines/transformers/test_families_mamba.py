@@ -9,13 +9,12 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 from ddtree_check.base.resources import fixtures_dir
-from ddtree_check.engines.transformers.engine import Prefix, TransformersEngine
-from ddtree_check.engines.transformers.loading import build_random
+from ddtree_check.engines.transformers.passes import Prefix
 from ddtree_check.model.families import find_family
 from ddtree_check.model.small_shapes import SHAPES
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Attention, State, Wiring, contaminated
 from ddtree_check.tree.draft_tree import DraftTree
-from tests.models import DTYPES, off, prompt, tree
+from tests.models import DTYPES, engine, off, prompt, tree
 
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2")
 MAMBA1 = ("jamba", "zamba", "falcon_mamba", "mamba")
@@ -26,14 +25,6 @@ LENGTHS = (1, 3, 37)
 ORDERS = ("heap", "breadth", "depth")
 DROPPED = Wiring("dropped", state=lambda t: (BLANK, *t.parents[1:]))
 TWO_BACK = Wiring("two rows back", state=lambda t: tuple(max(-1, node - 2) for node in range(len(t))))
-
-
-@functools.cache
-def engine(family: str, dtype: str = "float32", mixers: str = "library", **changes) -> TransformersEngine:
-    changes = {name: list(value) if name == "layers_block_type" else value for name, value in changes.items()}
-    config = AutoConfig.for_model(family, **(SHAPES[family] | changes))
-    model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=0)
-    return TransformersEngine(model, mixers=mixers, provenance={"name": f"tiny {family}", "weights": "random"})
 
 
 @functools.cache
@@ -109,7 +100,6 @@ VARIANTS = {  # what published checkpoints of a family do otherwise
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_a_family(variant):
     family, changes = VARIANTS[variant]
-    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     host = engine(family, "float64", **changes)
     prefix, case = host.prefill(prompt(5)), tree("random", 16, seed=2)
     ar, run = host.decode(prefix, case), host.verify(prefix, case, UNFORKED)

@@ -1,25 +1,22 @@
 """Short convolution, KDA, lightning, RG-LRU, Qwen4-exp, Inkling, ZAYA and sliding attention: forked against decoding,
 the leak law by channel, commits, upstream faults. The small part runs by default, the whole product under `-m slow`."""
 
-import functools
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from ddtree_check.base.errors import Unsupported
 from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.engines.transformers import engine as host_module
-from ddtree_check.engines.transformers.engine import Prefix, TransformersEngine
-from ddtree_check.engines.transformers.loading import build_random
+from ddtree_check.engines.transformers.passes import Prefix
 from ddtree_check.model.families import FAMILIES, UNSUPPORTED, find_family
-from ddtree_check.model.small_shapes import SHAPES
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Conv, State, Wiring, contaminated
 from ddtree_check.tree.draft_tree import DraftTree
-from tests.models import DTYPES, off, prompt, tree
+from tests.models import DTYPES, engine, off, prompt, tree
 
 FAMILIES_HERE = [
     "lfm2", "lfm2_moe", "kimi_linear", "glm5_next_text", "qwen4_exp_text", "minimax", "recurrent_gemma", "inkling_text",
@@ -42,14 +39,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@functools.cache
-def engine(family, dtype="float32", mixers="library", **changes):
-    changes = {name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()}
-    config = AutoConfig.for_model(family, **(SHAPES[family] | changes))
-    model = build_random(config, dtype=DTYPES[dtype], device=torch.device("cpu"), seed=0)
-    return TransformersEngine(model, mixers=mixers, provenance={"name": f"tiny {family}", "weights": "random"})
 
 
 def std(logits):
@@ -160,7 +149,7 @@ def test_the_laws_everywhere(family, wiring):
 def test_short_convolutions_see_so_far_and_no_further(convs):
     """Behind the last attention, n convolutions of width w see n (w - 1) edges: exactly the nodes with a skip edge
     among these leak, fewer than the nodes with a skip edge anywhere."""
-    host = engine("lfm2", "float64", full_attn_idxs=(0,), layer_types=None, num_hidden_layers=convs + 1)
+    host = engine("lfm2", "float64", full_attn_idxs=[0], layer_types=None, num_hidden_layers=convs + 1)
     prefix, counts = host.prefill(prompt(37)), []
     # A long branch behind a skip edge.
     branch = DraftTree(prompt(1) + tuple(range(20, 36)), (-1, 0, 1, 2, 0, *range(4, 16)))
