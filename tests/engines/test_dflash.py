@@ -276,7 +276,7 @@ def clean(count=4, rounds=6) -> dict:
 
 def test_the_n_gram_draft_beside_it_has_the_same_form():
     """A chain beside a chain, a tree beside a tree: in the first round, what a run of that draft accepts."""
-    items = [Item(name, tokens) for name, tokens in prompts()]
+    items = [Item(name, tokens) for name, tokens in prompts()[:4]]
     found = {}
     for mode in ("linear", "tree_forked"):
         run = generate(target(), items, Settings(draft="ngram", budgets=(12,)), Rounds(rounds=1, modes=(mode,)))
