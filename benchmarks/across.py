@@ -19,13 +19,15 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from ddtree_check.engines import load_engine
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.flows.check import Settings
-from ddtree_check.flows.commit import Judge, Left, accept_nodes, gather
+from ddtree_check.flows.commit import gather
 from ddtree_check.flows.replay import reference_of
+from ddtree_check.judge.commit import Judge, Left
 from ddtree_check.judge.differences import measure_any
 from ddtree_check.model.wiring import FORKED, UNFORKED, contaminated
 from ddtree_check.trace.model import Step
+from ddtree_check.tree.accept import accept_nodes
 from ddtree_check.tree.drafts.shapes import shape
 
 DTYPES = ("float32", "bfloat16", "float16")

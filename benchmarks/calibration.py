@@ -31,15 +31,15 @@ from tabulate import tabulate
 from transformers import AutoConfig
 
 from ddtree_check.base.resources import fixtures_dir
-from ddtree_check.engines import load_engine
 from ddtree_check.engines.capacity import plan
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.engines.transformers import loading
 from ddtree_check.engines.transformers.engine import TransformersEngine
 from ddtree_check.flows.batch import batch_runs
 from ddtree_check.flows.check import Item, Settings, check
-from ddtree_check.flows.commit import accept_nodes, flat_contents
 from ddtree_check.flows.job import quiet_libraries
 from ddtree_check.flows.rounds import Rounds, generate
+from ddtree_check.judge.commit import flat_contents
 from ddtree_check.judge.known import load_known
 from ddtree_check.judge.rule import Rule
 from ddtree_check.judge.sampling.processing import Sampling
@@ -47,6 +47,7 @@ from ddtree_check.model.small_shapes import SHAPES
 from ddtree_check.model.wiring import FORKED, Wiring
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, Remembered, keeps
+from ddtree_check.tree.accept import accept_nodes
 from ddtree_check.tree.case import load_prompts
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.shapes import shape

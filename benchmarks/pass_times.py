@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from ddtree_check.engines import load_engine
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.judge.differences import measure
 from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.tree.draft_tree import DraftTree

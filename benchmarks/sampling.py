@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 
-from ddtree_check.engines import load_engine
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.engines.transformers import loading
 from ddtree_check.flows.drafting import draft_cases
 from ddtree_check.flows.job import Job, select_prompts

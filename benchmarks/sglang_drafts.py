@@ -137,7 +137,8 @@ def blocks(given) -> int:
     """
     import numpy as np
 
-    from ddtree_check.engines import dflash, load_engine
+    from ddtree_check.engines import dflash
+    from ddtree_check.engines.registry import load_engine
     from ddtree_check.trace.read import read_trace
 
     found, live = {}, {}

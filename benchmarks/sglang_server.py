@@ -113,7 +113,7 @@ def texts(given) -> int:
     from tokenizers import Tokenizer
 
     from ddtree_check.base.resources import fixtures_dir
-    from ddtree_check.engines import load_engine
+    from ddtree_check.engines.registry import load_engine
 
     engine = load_engine("transformers", MODEL, dtype="float32")
     tokenizer = Tokenizer.from_file(str(fixtures_dir() / "models" / MODEL / "tokenizer.json"))
@@ -221,8 +221,8 @@ def _toml(path: Path, options: dict) -> None:
 
 
 def judge(given) -> int:
-    from ddtree_check.engines import load_engine
     from ddtree_check.engines.recorded import TraceEngine
+    from ddtree_check.engines.registry import load_engine
     from ddtree_check.flows.check import Settings
     from ddtree_check.flows.replay import judge_trace, wrong_parents
 
@@ -375,8 +375,8 @@ def cause(given) -> int:
 
     In std of the row. The state is cached by a step of the scheduler that may run beside the next verify.
     """
-    from ddtree_check.engines import load_engine
     from ddtree_check.engines.recorded import tensor
+    from ddtree_check.engines.registry import load_engine
     from ddtree_check.trace.read import read_trace
 
     live, found = {}, []

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ddtree_check.base.resources import fixtures_dir
-from ddtree_check.engines import load_engine
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.engines.transformers.loading import load_tokenizer, resolve
 from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.job import engine_args

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from ddtree_check.engines import load_engine, load_options
+from ddtree_check.engines.registry import load_engine, load_options
 from ddtree_check.tree.drafts.shapes import shape
 
 BOUND = 1e-3  # of the logits' standard deviation, float32 across engines

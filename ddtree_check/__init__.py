@@ -6,25 +6,27 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .check import check
-    from .engines import Engine, load_engine
-    from .settings import Item, Settings
-    from .trace import TraceWriter, read_trace
-    from .tree import DraftTree
-    from .wiring import Wiring
+    from .engines import Engine
+    from .engines.registry import load_engine
+    from .flows.check import check
+    from .flows.settings import Item, Settings
+    from .model.wiring import Wiring
+    from .trace.read import read_trace
+    from .trace.write import TraceWriter
+    from .tree.draft_tree import DraftTree
 
 __version__ = "0.1.0"
 __all__ = ["DraftTree", "Engine", "Item", "Settings", "TraceWriter", "Wiring", "check", "load_engine", "read_trace"]
 PLACES = {  # of what is public; imported when it is asked for, so that torch is too
-    "check": "check:check",
-    "Settings": "settings:Settings",
-    "Item": "settings:Item",
-    "DraftTree": "tree:DraftTree",
-    "Wiring": "wiring:Wiring",
+    "check": "flows.check:check",
+    "Settings": "flows.settings:Settings",
+    "Item": "flows.settings:Item",
+    "DraftTree": "tree.draft_tree:DraftTree",
+    "Wiring": "model.wiring:Wiring",
     "Engine": "engines:Engine",
-    "load_engine": "engines:load_engine",
-    "TraceWriter": "trace:TraceWriter",
-    "read_trace": "trace:read_trace",
+    "load_engine": "engines.registry:load_engine",
+    "TraceWriter": "trace.write:TraceWriter",
+    "read_trace": "trace.read:read_trace",
 }
 
 

@@ -15,7 +15,8 @@ from .base.errors import Unsupported, UsageError
 from .base.options import offered
 from .flows.job import RUN, Job, case_ids, job_of, run
 from .flows.settings import Settings
-from .report.terminal import case_where, layout, mode_verdict, node_table, remarks, verdict_line, worst_nodes
+from .report.columns import mode_verdict
+from .report.terminal import case_where, layout, node_table, remarks, verdict_line, worst_nodes
 from .report.text import GREEN, plain
 
 OPTIONS = offered("compare", RUN)
@@ -145,7 +146,7 @@ class CaseItem(LeakageItem):
         yield from case_where(case, self.mode)
         worst = worst_nodes(case, self.mode)[:5]
         if worst:
-            yield layout(node_table("", worst, record["tokens"]), None)
+            yield layout(node_table("", worst, record), None)
         yield f"again: {self.parent.repeat(self.prompt).command()}"
 
 

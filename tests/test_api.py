@@ -30,6 +30,13 @@ def test_every_public_name_is_the_one_of_its_module():
         ddtree_check.Drafttree  # noqa: B018
 
 
+def test_check_is_the_function_whatever_was_imported_before(tmp_path):
+    module = ddtree_check.PLACES["check"].partition(":")[0]
+    code = f"import ddtree_check.{module}, ddtree_check; print(callable(ddtree_check.check))"
+    done = python(code, tmp_path)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_a_type_checker_sees_the_same_places():
     module = ast.parse(Path(ddtree_check.__file__).read_text())
     (guarded,) = (node for node in module.body if isinstance(node, ast.If))

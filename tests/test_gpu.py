@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ddtree_check.engines import load_engine
 from ddtree_check.engines.recorded import TraceEngine
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.replay import judge_trace, record_trace, writer_for
 from ddtree_check.model.wiring import UNFORKED

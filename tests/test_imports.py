@@ -1,9 +1,10 @@
-"""Modules import downwards only, and those that must start fast do so without torch."""
+"""Folders import downwards only, and those that must start fast do so without torch."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import graphlib
 import importlib
 import os
 import subprocess
@@ -17,108 +18,45 @@ from ddtree_check.base.resources import fixtures_dir
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "ddtree_check"
 
-ORDER = (  # each may import what stands before it; a row is a set of siblings that may not import each other
-    ("errors",),
-    ("words",),
-    ("conclusion",),
-    ("options",),
-    ("tree",),
-    ("trace",),
-    ("plan", "pools"),
-    ("files",),
-    ("journal",),
-    ("resources",),
-    ("kinds",),
-    ("formats",),
-    ("draft",),
-    ("scripted",),
-    ("recorder",),
-    ("case",),
-    ("wiring",),
-    ("lint",),
-    ("mixers",),
-    ("kernels",),
-    ("accept",),
-    ("sampling",),
-    ("draws",),
-    ("families",),
-    ("tiny",),
-    ("engines",),
-    ("inject",),
-    ("dflash",),
-    ("draft_faults",),
-    ("compare",),
-    ("noise",),
-    ("verdict",),
-    ("ties",),
-    ("sampled",),
-    ("known",),
-    ("commit",),
-    ("attribution", "sensitivity"),
-    ("apart",),
-    ("settings",),
-    ("drafting", "judging"),
-    ("outcome",),
-    ("passes",),
-    ("check",),
-    ("stored",),
-    ("replay",),
-    ("batch",),
-    ("rounds",),
-    ("sweep",),
-    ("survey",),
-    ("selftest",),
-    ("job",),
-    ("report",),
-    ("history",),
-    ("gate",),
-    ("server",),
-    ("commands",),
-    ("cli", "pytest_plugin"),
-    ("__main__",),
+FOLDERS = (  # each may import what stands before it
+    *("base", "tree", "model", "trace", "engines", "judge", "flows", "report", "server", "kernels", "gate"),
+    *("selftest", "cli", "pytest_plugin", "__main__"),
 )
-RANK = {name: rank for rank, row in enumerate(ORDER) for name in row}
+RANK = {name: rank for rank, name in enumerate(FOLDERS)}
 
-WITHOUT_TORCH = (
+WITHOUT_TORCH = (  # a folder stands for all its modules
     "",
-    "errors",
-    "words",
-    "conclusion",
-    "options",
+    "base",
     "tree",
     "trace",
-    "lint",
-    "resources",
-    "kinds",
-    "draft",
-    "formats",
-    "case",
-    "scripted",
-    "plan",
-    "pools",
-    "recorder",
-    "accept",
-    "sampling",
-    "draws",
-    "verdict",
-    "settings",
-    "job",
+    "model.wiring",
+    "model.families",
+    "engines",
+    "engines.capacity",
+    "engines.sglang.pools",
+    "engines.sglang.recorder",
+    "engines.sglang.scripted",
+    "judge.rule",
+    "judge.figures",
+    "judge.conclude",
+    "judge.sampling.processing",
+    "judge.sampling.draws",
+    "flows.settings",
+    "flows.job",
     "report",
-    "journal",
-    "history",
-    "gate",
     "server",
-    "commands",
+    "gate",
+    "selftest.kinds",
     "cli",
     "pytest_plugin",
 )
 HEAVY = ("torch", "transformers", "sglang")
 
 
-def imported(source: str, module: tuple[str, ...], submodules: set[str], *, is_package: bool = False):
-    """(line, top-level module of ours or None for the package itself) of each import, those inside functions too.
+def imported(source: str, module: tuple[str, ...], modules: set[str], *, is_package: bool = False):
+    """Yield (line, module of ours below the package, "" for the package itself) of each import, in functions too.
 
-    `module` is the importing module's place below the package, such as ("mixers", "gated_delta").
+    module: the importing module's place below the package, such as ("model", "wiring"). modules: all of ours, dotted.
     """
     here = ("ddtree_check", *module) if is_package else ("ddtree_check", *module)[:-1]
     for node in ast.walk(ast.parse(source)):
@@ -127,74 +65,79 @@ def imported(source: str, module: tuple[str, ...], submodules: set[str], *, is_p
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else ()
             origin = ".".join((*base, *filter(None, [node.module])))
-            targets = [origin]
-            if origin == "ddtree_check":  # its names are modules, but for __version__
-                names = [alias.name for alias in node.names if alias.name != "__version__"]
-                targets = [f"{origin}.{name}" if name in submodules else origin for name in names]
+            names = [alias.name for alias in node.names if (origin, alias.name) != ("ddtree_check", "__version__")]
+            below = {name: f"{origin}.{name}".removeprefix("ddtree_check.") in modules for name in names}
+            targets = [f"{origin}.{name}" if below[name] else origin for name in names]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             name = getattr(node.func, "attr", getattr(node.func, "id", None))
             targets = [str(node.args[0].value)] if name in ("import_module", "__import__") else []
         else:
             continue
-        for target in targets:
+        for target in dict.fromkeys(targets):
             top, _, rest = target.partition(".")
             if top == "ddtree_check":
-                yield node.lineno, rest.split(".")[0] or None
+                yield node.lineno, rest
+
+
+def modules_of(package: Path) -> dict[str, tuple[Path, bool]]:
+    """Map each module below a package, dotted, to its file and whether it is a package."""
+    parts = {path: path.relative_to(package).with_suffix("").parts for path in sorted(package.rglob("*.py"))}
+    held = {path: (names[:-1] if names[-1] == "__init__" else names) for path, names in parts.items()}
+    return {".".join(names): (path, path.stem == "__init__") for path, names in held.items() if names}
 
 
 def upward_imports(package: Path) -> list[str]:
-    """One line for each import that does not go downwards, and for each module without a place in the order."""
-    found = []
-    files = {path: path.relative_to(package).with_suffix("").parts for path in sorted(package.rglob("*.py"))}
-    submodules = {parts[0] for parts in files.values()} | set(RANK)
-    for path, parts in files.items():
-        is_package = parts[-1] == "__init__"
-        module = parts[:-1] if is_package else parts
-        name = path.relative_to(package)
-        if not module:  # ddtree_check/__init__.py only shows what the modules hold
+    """Return a line for each import that does not go downwards, and for each module without a place in the order."""
+    lines, modules = [], modules_of(package)
+    known = {*modules, *RANK}
+    for module, (path, is_package) in modules.items():
+        name, folder = path.relative_to(package), module.split(".")[0]
+        if folder not in RANK:
+            lines.append(f"{name}: no place in the order; move it into a folder of FOLDERS in tests/test_imports.py")
             continue
-        own = module[0]
-        if own not in RANK:
-            found.append(f"{name}: no place in the module order; add {own!r} to ORDER in tests/test_imports.py")
-            continue
-        for line, target in imported(path.read_text(), module, submodules, is_package=is_package):
-            if target == own:
-                continue
-            if target is None:
-                found.append(
+        for line, target in imported(path.read_text(), tuple(module.split(".")), known, is_package=is_package):
+            other = target.split(".")[0]
+            if not target:
+                lines.append(
                     f"{name}:{line} imports from ddtree_check itself; import from the module that owns the name"
                 )
-            elif RANK.get(target, len(ORDER)) >= RANK[own]:
-                found.append(f"{name}:{line} imports {target}, which does not stand before {own}")
-    return found
+            elif other != folder and RANK.get(other, len(RANK)) >= RANK[folder]:
+                lines.append(f"{name}:{line} imports {other}, which does not stand before {folder}")
+    return lines
+
+
+def cycle(package: Path) -> list[str]:
+    """Return modules that import one another in a circle, in functions too, or an empty list."""
+    modules = modules_of(package)
+    graph = {}
+    for module, (path, is_package) in modules.items():
+        targets = imported(path.read_text(), tuple(module.split(".")), set(modules), is_package=is_package)
+        graph[module] = {target for _, target in targets if target in modules and target != module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def test_modules_import_downwards():
     assert len(list(PACKAGE.rglob("*.py"))) > 1
     assert upward_imports(PACKAGE) == []
+    assert cycle(PACKAGE) == []
 
 
 UPWARD = [
-    pytest.param("draft.py", "from ddtree_check.flows.check import run", "draft.py:1 imports check", id="from-module"),
-    pytest.param("draft.py", "import ddtree_check.flows.check", "draft.py:1 imports check", id="import"),
-    pytest.param("draft.py", "from ddtree_check import tree, check", "draft.py:1 imports check", id="from-package"),
-    pytest.param(
-        "draft.py", "from ddtree_check import run", "draft.py:1 imports from ddtree_check itself", id="facade"
-    ),
-    pytest.param(
-        "draft.py", "def f():\n    from .check import run", "draft.py:2 imports check", id="relative-in-function"
-    ),
-    pytest.param("draft.py", "def f():\n    from . import check", "draft.py:2 imports check", id="relative-module"),
-    pytest.param(
-        "draft.py", "importlib.import_module('ddtree_check.flows.check')", "draft.py:1 imports check", id="by-name"
-    ),
-    pytest.param("mixers/kda.py", "from ..check import run", "mixers/kda.py:1 imports check", id="relative-two-up"),
-    pytest.param(
-        "mixers/__init__.py", "from ..check import run", "mixers/__init__.py:1 imports check", id="relative-init"
-    ),
-    pytest.param("cli.py", "from ddtree_check import pytest_plugin", "cli.py:1 imports pytest_plugin", id="sibling"),
-    pytest.param("tree.py", "from ddtree_check.helpers import f", "tree.py:1 imports helpers", id="unlisted-target"),
-    pytest.param("helpers.py", "", "helpers.py: no place in the module order", id="unlisted-module"),
+    pytest.param("tree/draft.py", "from ddtree_check.flows.check import run", "imports flows", id="from-module"),
+    pytest.param("tree/draft.py", "import ddtree_check.flows.check", "imports flows", id="import"),
+    pytest.param("tree/draft.py", "from ddtree_check import base, flows", "imports flows", id="from-package"),
+    pytest.param("tree/draft.py", "from ddtree_check import run", "imports from ddtree_check itself", id="facade"),
+    pytest.param("tree/draft.py", "\n\nfrom ..flows.check import run", "imports flows", id="relative"),
+    pytest.param("tree/draft.py", "def f():\n    from .. import flows", "imports flows", id="relative-folder"),
+    pytest.param("tree/draft.py", "importlib.import_module('ddtree_check.flows.check')", "imports flows", id="by-name"),
+    pytest.param("model/mixers/kda.py", "from ...judge.rule import Rule", "imports judge", id="relative-three-up"),
+    pytest.param("model/mixers/__init__.py", "from ...judge.rule import Rule", "imports judge", id="relative-init"),
+    pytest.param("tree/draft.py", "from ddtree_check.helpers import f", "imports helpers", id="unlisted-target"),
+    pytest.param("helpers.py", "", "no place in the order", id="unlisted-module"),
 ]
 
 
@@ -207,28 +150,31 @@ def write(package: Path, name: str, source: str) -> Path:
 
 @pytest.mark.parametrize(("name", "source", "message"), UPWARD)
 def test_an_upward_import_is_refused(tmp_path, name, source, message):
-    found = upward_imports(write(tmp_path, name, source))
-    assert len(found) == 1 and found[0].startswith(message), found
+    lines = upward_imports(write(tmp_path, name, source))
+    assert len(lines) == 1 and lines[0].startswith(name) and message in lines[0], lines
 
 
 def test_a_downward_import_is_accepted(tmp_path):
     write(tmp_path, "__init__.py", "from ddtree_check.flows.check import run")
-    write(tmp_path, "check.py", "import torch\nfrom ddtree_check import __version__, tree\nfrom . import draft\n")
+    write(tmp_path, "flows/check.py", "import torch\nfrom ddtree_check import __version__, tree\nfrom . import draft\n")
     write(
-        tmp_path,
-        "cli.py",
-        "def f():\n    from ddtree_check.flows.check import run\n    from .engines.sglang import Engine",
+        tmp_path, "cli/main.py", "def f():\n    from ddtree_check.flows.check import run\n    from ..engines.x import E"
     )
-    write(
-        tmp_path, "mixers/kda.py", "from ..tree import DraftTree\nfrom . import gated_delta\nfrom .gated_delta import f"
-    )
-    write(tmp_path, "mixers/__init__.py", "from .kda import step\nfrom ..wiring import Wiring")
-    assert upward_imports(tmp_path) == []
+    write(tmp_path, "model/mixers/kda.py", "from ...tree import DraftTree\nfrom .gated_delta import f")
+    write(tmp_path, "model/mixers/__init__.py", "from ..wiring import Wiring\nfrom .kda import step")
+    assert upward_imports(tmp_path) == [] and cycle(tmp_path) == []
 
 
-def heavy_after_import(module: str, path: Path) -> list[str]:
-    """Which of HEAVY a fresh interpreter has loaded after importing `module` from `path`."""
-    code = f"import {module}, sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+def test_a_circle_inside_a_folder_is_seen(tmp_path):
+    write(tmp_path, "tree/a.py", "from .b import f")
+    write(tmp_path, "tree/b.py", "def f():\n    from . import c")
+    assert cycle(write(tmp_path, "tree/c.py", "")) == []
+    assert set(cycle(write(tmp_path, "tree/c.py", "from ddtree_check.tree import a"))) == {"tree.a", "tree.b", "tree.c"}
+
+
+def heavy_after_import(modules: list[str], path: Path) -> list[str]:
+    """Return those of HEAVY that a fresh interpreter has loaded after importing `modules` from `path`."""
+    code = f"import {', '.join(modules)}, sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code],
         cwd=path,
@@ -242,17 +188,18 @@ def heavy_after_import(module: str, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH, ids=lambda name: name or "package")
-def test_imports_without_torch(name, request):
-    if name and not (PACKAGE / f"{name}.py").exists() and not (PACKAGE / name).is_dir():
-        request.applymarker(pytest.mark.xfail(reason=f"ddtree_check/{name}.py is not written yet", strict=True))
-    assert heavy_after_import(f"ddtree_check.{name}".rstrip("."), REPO) == []
+def test_imports_without_torch(name):
+    folder = name in RANK and (PACKAGE / name).is_dir() and name != "engines"  # of engines, only the contract
+    held = [module for module in modules_of(PACKAGE) if folder and module.startswith(name + ".")]
+    held = [module for module in held if not module.endswith("__main__")]  # which runs
+    assert heavy_after_import([f"ddtree_check.{module}".rstrip(".") for module in (name, *held)], REPO) == []
 
 
 def test_a_hidden_torch_import_is_seen(tmp_path):
     write(tmp_path, "torch.py", "")  # a stand-in: the real one takes seconds
     write(tmp_path, "outer.py", "import inner")
     write(tmp_path, "inner.py", "import torch")
-    assert heavy_after_import("outer", tmp_path) == ["torch"]
+    assert heavy_after_import(["outer"], tmp_path) == ["torch"]
 
 
 def unknown_names(source: str) -> list[str]:
@@ -282,9 +229,8 @@ def test_scripts_that_no_test_runs_name_what_there_is(script):
 
 
 def test_a_name_that_was_changed_is_seen():
-    source = (
-        "from ddtree_check import inject\nfrom ddtree_check.tree.draft_tree import DraftTree, Bush\ninject.keys_alone()"
-    )
+    source = "from ddtree_check.selftest import inject\nfrom ddtree_check.tree.draft_tree import DraftTree, Bush\n"
+    source += "inject.keys_alone()"
     assert unknown_names(source) == ["ddtree_check.tree.draft_tree.Bush", "ddtree_check.selftest.inject.keys_alone"]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ..base.errors import Broken, Unsupported, UsageError
 from ..model.wiring import Layer
-from . import ASSUMED, BaseEngine, Engine, Watched, named
+from .contract import ASSUMED, BaseEngine, Engine, Watched, named
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -13,7 +13,7 @@ from ..base.errors import Unsupported, UsageError
 from ..model.wiring import Attention, Conv, Layer, State, Wiring
 from ..trace.model import Pass, Step, Stored, TopLogits, Trace
 from ..trace.read import read_trace
-from . import BaseEngine
+from .contract import BaseEngine
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 OPS = {"conv": Conv, "state": State, "attention": Attention}

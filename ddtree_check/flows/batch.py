@@ -22,14 +22,15 @@ import torch
 from ..base.conclusion import DEFECT, INCONCLUSIVE, Conclusion, ExitCode
 from ..base.errors import Broken, Unsupported, UsageError
 from ..engines.checked import complete
+from ..judge.commit import STEPS, Contents, Part, chain_floors, compare_contents, off, tree_floors
 from ..judge.differences import Differences, measure
 from ..judge.known import KnownFailure, load_known
 from ..judge.nodes import beyond, judge, judged_as
 from ..judge.rule import EXACT
 from ..model.wiring import wirings
+from ..tree.accept import accept_nodes
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import leaf_paths
-from .commit import STEPS, Contents, Part, accept_nodes, chain_floors, compare_contents, off, tree_floors
 from .drafting import draft_cases
 from .settings import Item, Settings
 

@@ -16,6 +16,7 @@ from .. import __version__
 from ..base.errors import UsageError
 from ..base.forked_pool import apart
 from ..engines.checked import complete
+from ..judge.attribution import Finding
 from ..judge.case import Outcome, judge_case
 from ..judge.known import excuse, load_known
 from ..judge.nodes import MODES, judged_as, reference_problem
@@ -24,7 +25,7 @@ from ..judge.sampling.judged import attach
 from ..model.wiring import wirings
 from ..tree.case import Case, check_vocab
 from ..tree.draft_tree import merge
-from .attribution import Finding, attribute, attribute_commit
+from .attribution import attribute, attribute_commit
 from .controls import forward_run, repeat_run, strict_run
 from .drafting import draft_cases
 from .passes import attempt, commit_case, run_case
@@ -135,7 +136,7 @@ def _check_item(engine, oracle, placed: tuple[int, Item], settings: Settings, dt
         step = trace and _step(trace, engine, item, case, rows, place, kept)
         runs = run_case(engine, prefix, case, rows, exact_rows, settings, step)
         runs = replace(runs, forward=None if forward is None else forward[list(place)], batched=strict)
-        outcome = judge_case(runs, engine.layers, settings, dtype, problem)
+        outcome = judge_case(runs, engine.layers, settings.rule, settings.control, dtype, problem)
         outcome = replace(outcome, accepts=commit_case(engine, prefix, runs, settings, step))
         outcomes.append(replace(outcome, attribution=_attribute(engine, prefix, outcome, rows, settings, dtype, hunt)))
         if step is not None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..base.errors import Unsupported
+from ..judge.commit import flat_contents
 from ..judge.differences import digests
 from ..judge.exact import (
     CERTIFIED,
@@ -39,7 +40,6 @@ from ..judge.exact import (
 from ..model.wiring import FORKED, Wiring, reached
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import leaf_paths
-from .commit import flat_contents
 
 HOW = ("off", "leaves", "all")
 PASSES = 12  # of influence, with `leaves`

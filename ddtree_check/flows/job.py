@@ -20,7 +20,7 @@ from ..base.options import check_options, group, make, offered, option, options
 from ..base.resources import DRAFTER, EMBEDDED, fixtures_dir
 from ..base.words import counted
 from ..base.words import option as spoken
-from ..engines import REPLAYED, of_class
+from ..engines.registry import REPLAYED, of_class
 from ..judge.rule import Rule
 from ..judge.sampling.processing import DECODING, Sampling
 from ..model.families import ALIASES
@@ -168,7 +168,7 @@ class Job(Target, Prompts, Sources, Besides, Stored, Saved):
         chosen |= {**self.settings, **(self.rounds or {})}
         if self.trace is not None or self.tree is not None:  # such a tree has the size that it has
             chosen.pop("budgets", None)
-        every = offered(self.verb, (*RUN, Stored))
+        every = sorted(offered(self.verb, (*RUN, Stored)), key=lambda each: each.argument)
         words = [each.words(chosen[each.name], self.verb) for each in every if each.name in chosen]
         return shlex.join(["ddtree-check", self.verb, *itertools.chain(*words)])
 
@@ -249,7 +249,7 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
 
 
 def _run(job: Job, prompts, tree, drafts, progress) -> dict:
-    from ..engines import load_engine, load_options, of_class
+    from ..engines.registry import load_engine, load_options, of_class
     from ..engines.transformers import loading
     from .batch import batch_runs, check_sizes
     from .check import check
@@ -403,8 +403,8 @@ def _run_trace(job: Job, progress) -> dict:
         raise UsageError(f"{what}: says nothing of passes that were recorded; leave it out")
     trace = read_trace(job.trace)
     with quiet_libraries():
-        from ..engines import load_engine
         from ..engines.recorded import TraceEngine
+        from ..engines.registry import load_engine
         from ..engines.transformers import loading
         from .replay import judge_trace
 

@@ -9,6 +9,7 @@ import torch
 
 from ..base.errors import Unsupported
 from ..judge.case import Runs
+from ..judge.commit import STEPS, Accept, flat_contents
 from ..judge.differences import measure, row_hashes
 from ..judge.nodes import CONTROL, MODES
 from ..judge.sampling.judged import Tracks
@@ -17,7 +18,7 @@ from ..judge.ties import TieTrack
 from ..model.wiring import Conv, State, Wiring, reads, wirings
 from ..trace.model import COMMITS
 from ..tree.case import Case
-from .commit import STEPS, Accept, commit_runs, flat_contents
+from .commit import commit_runs
 from .controls import absolute, chain_run
 from .settings import Item, Settings
 

@@ -16,8 +16,8 @@ import torch
 
 from .. import __version__
 from ..base.errors import Unsupported, UsageError, usage_errors
-from ..engines import ASSUMED
 from ..engines.checked import complete
+from ..engines.contract import ASSUMED
 from ..engines.recorded import TraceEngine, layers_to_json, tensor
 from ..judge.case import Outcome, Runs, judge_case
 from ..judge.differences import Differences, join, measure, measure_any, row_hashes
@@ -367,10 +367,10 @@ def _judge_step(engine, step: Step, found: Reference, layers, settings: Settings
         across=found.across,
         library_unforked=_library(engine, step, settings),
     )
-    outcome = judge_case(runs, layers, settings, dtype, problem)
+    outcome = judge_case(runs, layers, settings.rule, settings.control, dtype, problem)
     if found.across is not None and not problem and _off_at_root(outcome):
         problem = OTHER
-        outcome = judge_case(runs, layers, settings, dtype, problem)
+        outcome = judge_case(runs, layers, settings.rule, settings.control, dtype, problem)
     return outcome, problem or next(iter(mismatch.values()), None)
 
 

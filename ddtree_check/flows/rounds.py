@@ -21,6 +21,7 @@ from ..base.errors import Unsupported, UsageError
 from ..base.journal import append_journal, resume_journal
 from ..base.words import counted
 from ..engines.checked import complete
+from ..judge.commit import compare_contents
 from ..judge.differences import measure
 from ..judge.known import load_known
 from ..judge.nodes import CONTROL, judged_as
@@ -33,7 +34,6 @@ from ..tree.drafts.best_first import expected_accepts
 from ..tree.drafts.marginals import drafter_says, ngram_marginals, surprise
 from ..tree.drafts.recorded import Marginals, recorded_to_json
 from ..tree.paths import padded_chain
-from .commit import compare_contents
 from .drafting import draft_tree, from_drafter, stand_in
 from .settings import ROUND_MODES as MODES
 from .settings import SHADOW, Item, Mode, Rounds, Settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError, usage_errors
 from ..base.options import VERBS, check_options, group, option
@@ -17,9 +16,6 @@ from ..tree.draft_tree import DraftTree
 from ..tree.drafts.best_first import ORDERS, PUBLISHED
 from ..tree.drafts.recorded import Marginals
 from ..tree.token_ids import token_ids
-
-if TYPE_CHECKING:
-    pass
 
 DRAFTS = ("self", "ngram", "recorded", "dflash")
 LENGTH = 15  # positions of a draft block of 16

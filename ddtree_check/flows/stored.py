@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from ..base.errors import Unsupported
-from ..engines import walk
+from ..engines.contract import walk
 from ..engines.recorded import tensor
+from ..judge.commit import Accept, Commit, Contents, Judge, Left, Search, Standard
 from ..judge.nodes import CONTROL, MODES
 from ..model.wiring import contaminated
 from ..trace.model import Committed, Step, Stored
-from .commit import Accept, Commit, Contents, Judge, Left, Search, Standard, gather, leaves_first_branch
+from .commit import gather, leaves_first_branch
 
 STATE = "state"  # the pattern of what is no commit but the state at a node of a pass
 ALONE = "the trace holds no states of a prefill of this path to compare with; record them, or give --model"

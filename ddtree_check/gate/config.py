@@ -192,7 +192,7 @@ def _expect(good: bool, where: str, what: str, got: object, expected: str) -> No
 
 def validate(config: Config) -> None:
     """Raises UsageError for what a run of any cell would refuse before it looks for its model. Imports torch."""
-    from ..engines import find_engine
+    from ..engines.registry import find_engine
     from ..engines.transformers.loading import parse_dtype
 
     for cell in config.cells:

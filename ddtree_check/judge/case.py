@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..flows.attribution import Finding
-from ..flows.commit import Accept
-from ..flows.settings import Settings
-from ..model.wiring import Layer, Plan, contaminated
+from ..model.wiring import Layer, Plan, Wiring, contaminated
 from ..tree.accept import compare_walks, greedy_walk
 from ..tree.case import Case
+from .attribution import Finding
+from .commit import Accept
 from .differences import Differences
 from .nodes import (
     CONTROL,
@@ -91,10 +90,12 @@ class Outcome(Runs):
     attribution: dict[str, Finding] = field(default_factory=dict)
 
 
-def judge_case(runs: Runs, layers: Sequence[Layer], settings: Settings, dtype: str, problem: str | None) -> Outcome:
+def judge_case(
+    runs: Runs, layers: Sequence[Layer], rule: Rule, control: Wiring, dtype: str, problem: str | None
+) -> Outcome:
     """Judge what was run on one tree. problem: why ar cannot serve as the reference, or None."""
-    rule, tree = settings.rule, runs.case.tree
-    plan = settings.control.plan(tree)
+    tree = runs.case.tree
+    plan = control.plan(tree)
     dirty = contaminated(plan, layers)
     results = {mode: ModeResult(verdict, reason=reason) for mode, (verdict, reason) in runs.missing.items()}
     floors: dict[str, np.ndarray | None] = dict.fromkeys(MODES)

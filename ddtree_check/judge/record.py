@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..model.wiring import Attention, Conv, Layer, State
+from . import figures
 from .case import Outcome
 from .conclude import conclude
-from .nodes import CONTROL, NODE_VERDICTS, judged_as, systematic
+from .figures import json_number as _number
+from .nodes import CONTROL, judged_as, systematic
 from .reactions import Reaction
 
 SCHEMA = "ddtree-check/1"
-FIGURES = ("argmax", "max_abs", "rms", "kl", "tv", "ar_rank", "floor", "verdict")  # of a node in a mode
 OUTLIER = 10  # times the error of linear and forked, at the median node, before ar is called the outlier
 
 
@@ -83,54 +83,23 @@ def _pooled(outcome: Outcome) -> tuple:
 
 
 def _case_json(outcome: Outcome) -> dict:
-    tree, leak, plan = outcome.case.tree, outcome.leak, outcome.plan
-    reference, nodes = outcome.ar, []
+    tree, leak, nodes, modes = outcome.case.tree, outcome.leak, [], {}
     for node in range(len(tree)):
-        entry = {
-            "node": node,
-            "token": tree.tokens[node],
-            "parent": tree.parents[node],
-            "depth": tree.depth[node],
-            "leaked": tree.leaked[node],
-            "clean": node not in leak.contaminated,
-            "read_from": plan.state[node],
-            "rows_since_skip": plan.rows_since_skip(node),
-            "ar": {"argmax": int(reference.argmax[node]), "margin": _number(reference.margin[node])},
-            "controls": {name: _number(values[node]) for name, values in outcome.controls.items()},
-        }
+        entry = figures.entry(figures.FACTS, outcome, node)
+        entry["controls"] = {name: _number(values[node]) for name, values in outcome.controls.items()}
         for mode, errors in outcome.exact.items():
             entry.setdefault("oracle", {})[mode] = _number(errors[node])
         for mode in outcome.results:
             if mode not in outcome.differences:
-                entry[mode] = dict.fromkeys(FIGURES)
+                entry[mode] = dict.fromkeys(figures.names(figures.FIGURES))
                 continue
-            found, floor = outcome.differences[mode], outcome.floors[mode]
-            verdicts = outcome.results[mode].verdicts
-            entry[mode] = {
-                "argmax": int(found.run_argmax[node]),
-                "max_abs": _number(found.max_abs[node]),
-                "rms": _number(found.rms[node]),
-                "kl": _number(found.kl[node]),
-                "tv": _number(found.tv[node]),
-                "ar_rank": int(found.ar_rank[node]),
-                "floor": None if floor is None else _number(floor[node]),
-                "verdict": verdicts[node] if verdicts else None,
-            }
+            entry[mode] = figures.entry(figures.FIGURES, outcome, node, mode)
             if mode in outcome.sampled:
                 entry["ar"]["choice"] = int(outcome.sampled[mode].ar_choice[node])
                 entry[mode]["sampled"] = outcome.sampled[mode].node_json(node)
         nodes.append(entry)
-    modes = {}
     for mode, result in outcome.results.items():
-        error = outcome.differences[mode].max_abs if mode in outcome.differences else None
-        modes[mode] = {
-            "verdict": result.verdict,
-            "reason": result.reason,
-            "nodes": len(tree),
-            **{name: result.count(name) for name in NODE_VERDICTS},
-            "max_abs": None if error is None else _number(np.max(error)),
-            "median_abs": None if error is None else _number(np.median(error)),
-        }
+        modes[mode] = figures.entry(figures.RESULTS, outcome, mode)
         if mode in outcome.sampled:
             modes[mode]["sampled"] = outcome.sampled[mode].mode_json(tree, result.verdicts)
     return {
@@ -225,9 +194,3 @@ def _largest(values: Iterable[float | None]) -> float | None:
     """The largest of what was measured; None if nothing was."""
     found = [value for value in values if value is not None]
     return _number(max(found)) if found else None
-
-
-def _number(value: float) -> float | None:
-    """A JSON number; null for what is not finite, which no floor ever covers."""
-    value = float(value)
-    return value if math.isfinite(value) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..base.words import counted
-from .terminal import BEYOND, WORST, Table, titled, wrap
+from .terminal import BEYOND, MOST, Table, titled, wrap
 from .text import number, plain, size
 
 SHOWN = 24  # characters of a token
@@ -68,7 +68,7 @@ def _worst(record: dict) -> Table | str:
             "-" if p["margin"] is None else number(p["margin"]),
             f"{_token(p['chosen'])} → {'end of text' if p['token'] is None else _token(p['token'])}",
         )
-        for name, run, at, p in found[:WORST]
+        for name, run, at, p in found[:MOST]
     ]
     headers = ("prompt", "run", "token", "verdict", "|Δ|", "regret", "margin", "reference → server")
     return Table(f"Worst of {counted(len(found), 'token')} beyond the band", headers, rows, spare=("margin",))

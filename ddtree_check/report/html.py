@@ -19,9 +19,12 @@ from pathlib import Path
 
 from ..base.conclusion import DEFECT, PASS, USAGE
 from ..base.words import counted
+from ..judge import figures
+from ..judge.figures import HOVER
+from .columns import CONTROL, Place, mode_verdict, phrases
 from .drawing import children_of
-from .terminal import BEYOND, CONTROL, Table, blocks, mode_verdict, verdict_line, where_lines
-from .text import number, plain, token_text
+from .terminal import BEYOND, Table, blocks, verdict_line, where_lines
+from .text import plain, token_text
 
 COLOURS = {  # of verdicts, told apart by people who do not see red and green; and each has a shape of its own
     "pass": "#009e73",
@@ -124,7 +127,7 @@ class _Page:
         cases = []
         for place, case in enumerate(record["cases"]):
             modes = [(mode, mode_verdict(record, case, mode), _state(record, case, mode)) for mode in case["modes"]]
-            figure = self.add(f"{name}-case-{place}", _tree_figure(case, record.get("tokens", {})))
+            figure = self.add(f"{name}-case-{place}", _tree_figure(record, case))
             reasons = [f"{mode}: {plain(found['reason'])}" for mode, found in case["modes"].items() if found["reason"]]
             cases.append({"id": plain(case["id"]), "modes": modes, "figure": figure, "reasons": reasons})
         parts = [
@@ -215,9 +218,9 @@ def _lines(pairs: Sequence[tuple[int, int]], places: Sequence[tuple[float, int]]
     return {"x": xs, "y": ys}
 
 
-def _tree_figure(case: dict, tokens: dict[str, str]) -> dict:
+def _tree_figure(record: dict, case: dict) -> dict:
     """The draft tree: edges, the edges along which the unforked control read its state, accepted paths, nodes."""
-    nodes, places = case["nodes"], _places(case)
+    nodes, places, tokens = case["nodes"], _places(case), record.get("tokens", {})
     line = {"type": "scatter", "mode": "lines", "hoverinfo": "skip"}
     data = [
         line
@@ -269,7 +272,7 @@ def _tree_figure(case: dict, tokens: dict[str, str]) -> dict:
             "text": [str(node["node"]) for node in nodes],
             "textposition": "middle right",
             "textfont": {"size": 10},
-            "hovertext": [_hover(case, node, tokens) for node in nodes],
+            "hovertext": [_hover(record, case, node) for node in nodes],
             "hoverinfo": "text",
             "marker": {"size": 13, "line": {"color": "#333", "width": 1}} | looks[first],
         }
@@ -333,24 +336,19 @@ def _sizes(nodes: Sequence[dict], mode: str) -> dict | None:
     return {"color": sizes, "symbol": "circle", "colorscale": "Viridis", "showscale": True, "colorbar": scale}
 
 
-def _hover(case: dict, node: dict, tokens: dict[str, str]) -> str:
+def _hover(record: dict, case: dict, node: dict) -> str:
     """All figures of a node, a line each."""
+    tokens = record.get("tokens", {})
     state = "clean" if node["clean"] else "contaminated"
     lines = [
         f"node {node['node']} {token_text(node['token'], tokens)}, parent {node['parent']}, depth {node['depth']}",
         f"{CONTROL} reads node {node['read_from']}: {counted(node['leaked'], 'foreign token')}, {state}",
-        f"ar chooses {token_text(node['ar']['argmax'], tokens)}, margin {number(node['ar']['margin'])}",
+        ", ".join(phrases(HOVER, figures.FACTS, node, Place(record, case, node))),
     ]
     for mode, found in case["modes"].items():
-        value = node[mode]
-        if value["argmax"] is None:
-            lines.append(f"{mode}: {found['verdict']}")
-            continue
-        floor = "-" if value["floor"] is None else number(value["floor"])
-        lines.append(
-            f"{mode}: {value['verdict'] or 'not judged'}, |Δ| {number(value['max_abs'])} (floor {floor}), "
-            f"KL {number(value['kl'])}, chooses {token_text(value['argmax'], tokens)}"
-        )
+        run = node[mode]["argmax"] is not None
+        shown = phrases(HOVER, figures.FIGURES, node[mode], Place(record, case, node, mode)) if run else ()
+        lines.append(f"{mode}: {', '.join(shown) or found['verdict']}")
     return "<br>".join(map(_text, lines))
 
 

@@ -11,12 +11,14 @@ from tabulate import tabulate
 
 from ..base.conclusion import DEFECT
 from ..base.words import counted
+from ..judge import figures
+from ..judge.figures import CASE, CASES, NODE, WORST, Look
 from ..judge.sampling.processing import Sampling
+from .columns import CONTROL, NONE, Place, cells, looks, phrases
 from .text import GREEN, number, plain, size, token_text
 
 BEYOND = ("leak", "flip")
-CONTROL = "tree_unforked"
-WORST = 10
+MOST = 10  # rows of a table that names the worst
 NOT_RUN = ("unsupported", "not_run")
 SHORTEST = 8  # characters of a case that a narrow screen still shows
 
@@ -128,29 +130,20 @@ def head(record: dict) -> str:
 
 
 def case_table(record: dict) -> Table:
-    rows = []
+    rows, shown = [], looks(CASES, figures.RESULTS)
+    blank = [""] * (len(shown) - 2)
     for case in record["cases"]:
-        rows.append((plain(case["id"]), "ar", "reference", len(case["nodes"]), *[""] * 6))
+        rows.append((plain(case["id"]), "ar", "reference", len(case["nodes"]), *blank))
         for mode, result in case["modes"].items():
-            counts = [result[name] for name in ("nodes", "pass", "tie", "leak", "flip")]
-            figures = [number(result[name]) for name in ("max_abs", "median_abs")]
-            if result["verdict"] in NOT_RUN:
-                counts, figures = [counts[0], *[""] * 4], [""] * 2
-            rows.append((plain(case["id"]), mode, mode_verdict(record, case, mode), *counts, *figures))
-    headers = ("case", "mode", "verdict", "nodes", "pass", "tie", "leak", "flip", "max |Δ|", "median |Δ|")
-    return Table("Cases, against ar at every node", headers, rows, spare=("pass", "nodes", "median |Δ|"))
+            row = cells(CASES, figures.RESULTS, result, Place(record, case, mode=mode))
+            rows.append((plain(case["id"]), mode, *([*row[:2], *blank] if result["verdict"] in NOT_RUN else row)))
+    return _looking("Cases, against ar at every node", ("case", "mode"), shown, rows)
 
 
-def mode_verdict(record: dict, case: dict, mode: str) -> str:
-    """A mode's verdict in words: the negative control must fail, and says so."""
-    verdict = case["modes"][mode]["verdict"]
-    if mode != CONTROL or mode in record["settings"]["require"]:
-        return verdict
-    law = case["leak_law"]
-    if verdict == "fail":
-        off = law["outside"] or law["clean_bitwise_equal"] is False
-        return "fail (NOT as predicted)" if off else "fail (expected: control)"
-    return "pass (nothing to leak)" if verdict == "pass" else verdict
+def _looking(title: str, first: tuple[str, ...], shown: Sequence[Look], rows: Sequence) -> Table:
+    """Return a table whose columns after the first are columns of `figures`."""
+    spare = sorted((look for look in shown if look.spare), key=lambda look: look.spare)
+    return Table(title, (*first, *(look.header for look in shown)), rows, tuple(look.header for look in spare))
 
 
 def worst_table(record: dict) -> Table | str:
@@ -165,7 +158,7 @@ def worst_table(record: dict) -> Table | str:
         return f"Worst nodes of {modes}: none is beyond the floor."
     nodes.sort(key=lambda found: size(found[2][found[1]]["max_abs"]), reverse=True)
     note = "" if failed else ", the control that must fail"
-    return node_table(f"Worst nodes of {modes}{note}", nodes[:WORST], record.get("tokens", {}))
+    return node_table(f"Worst nodes of {modes}{note}", nodes[:MOST], record)
 
 
 def worst_nodes(case: dict, mode: str) -> list[tuple[dict, str, dict]]:
@@ -175,26 +168,13 @@ def worst_nodes(case: dict, mode: str) -> list[tuple[dict, str, dict]]:
     return [(case, mode, node) for node in found]
 
 
-def node_table(title: str, nodes: Sequence[tuple[dict, str, dict]], tokens: dict[str, str]) -> Table:
+def node_table(title: str, nodes: Sequence[tuple[dict, str, dict]], record: dict) -> Table:
     rows = []
     for case, mode, node in nodes:
-        value = node[mode]
-        rows.append(
-            (
-                plain(case["id"]),
-                node["node"],
-                node["parent"],
-                node["read_from"] if mode == CONTROL else node["parent"],
-                node["depth"],
-                node["leaked"],
-                number(value["max_abs"]),
-                _floor(value),
-                number(node["ar"]["margin"]),
-                f"{token_text(node['ar']['argmax'], tokens)} → {token_text(value['argmax'], tokens)}",
-            )
-        )
-    headers = ("case", "node", "parent", "read from", "depth", "leaked", "|Δ|", "floor", "margin", "ar → mode token")
-    return Table(title, headers, rows, spare=("margin", "leaked", "depth"))
+        place = Place(record, case, node, mode)
+        facts, values = cells(WORST, figures.FACTS, node, place), cells(WORST, figures.FIGURES, node[mode], place)
+        rows.append((plain(case["id"]), *facts, *values))
+    return _looking(title, ("case",), looks(WORST, figures.FACTS) + looks(WORST, figures.FIGURES), rows)
 
 
 def leak_tables(record: dict) -> list[Table | str]:
@@ -357,7 +337,7 @@ def commit_blocks(record: dict) -> list[Table | str]:
         if accept["modes"][mode]["verdict"] == "fail"
     ]
     required = [item for item in wrong if item[2] in record["settings"]["require"]]
-    for case, accept, mode in required[:WORST] or wrong[:1]:
+    for case, accept, mode in required[:MOST] or wrong[:1]:
         path = "-".join(map(str, accept["path"]))
         control = "" if required else " (the control that must fail)"
         reason = plain(accept["modes"][mode]["reason"])
@@ -469,7 +449,7 @@ def batch_blocks(batch: dict) -> list[Table | str]:
         "stored; reorder, canary and again must keep every bit)"
     )
     blocks: list[Table | str] = [Table(title, headers, rows, spare=("largest floor",))]
-    shown = sorted(batch["findings"], key=lambda found: found["verdict"] != "fail")[:WORST]
+    shown = sorted(batch["findings"], key=lambda found: found["verdict"] != "fail")[:MOST]
     if shown:
         rows = [
             (
@@ -681,24 +661,16 @@ def find_case(record: dict, name: str) -> dict:
 
 def case_blocks(record: dict, case: dict) -> list[Table | str]:
     """Every node of one case under every mode."""
-    tokens, modes = record.get("tokens", {}), list(case["modes"])
-    rows = []
+    modes, rows, count = list(case["modes"]), [], len(looks(CASE, figures.FIGURES))
     for node in case["nodes"]:
-        shown = [_shown(node[mode]) for mode in modes]
-        rows.append(
-            (
-                node["node"],
-                token_text(node["token"], tokens),
-                node["parent"],
-                node["read_from"],
-                node["depth"],
-                node["leaked"],
-                token_text(node["ar"]["argmax"], tokens),
-                *shown,
-            )
-        )
-    headers = ("node", "token", "parent", "unforked reads", "depth", "leaked", "ar token", *(f"{m} |Δ|" for m in modes))
-    table = Table(f"Case {plain(case['id'])}", headers, rows, spare=("leaked", "depth", "unforked reads"))
+        row = cells(CASE, figures.FACTS, node, Place(record, case, node))
+        for mode in modes:
+            place = Place(record, case, node, mode)
+            run = node[mode]["argmax"] is not None
+            row += cells(CASE, figures.FIGURES, node[mode], place) if run else [NONE] * count
+        rows.append(row)
+    shown = [look for mode in modes for look in looks(CASE, figures.FIGURES, mode)]
+    table = _looking(f"Case {plain(case['id'])}", (), looks(CASE, figures.FACTS) + shown, rows)
     reasons = [
         f"{mode}: {result['verdict']}: {plain(result['reason'])}"
         for mode, result in case["modes"].items()
@@ -709,9 +681,7 @@ def case_blocks(record: dict, case: dict) -> list[Table | str]:
 
 def render_case(record: dict, case: dict, width: int | None = None) -> str:
     """The view of `case_blocks`."""
-    return "\n\n".join(
-        titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in case_blocks(record, case)
-    )
+    return laid_out(case_blocks(record, case), width)
 
 
 def find_node(case: dict, place: int) -> dict:
@@ -736,7 +706,7 @@ def node_blocks(record: dict, case: dict, place: int) -> list[Table | str]:
         + f"{counted(node['leaked'], 'foreign token')}, "
         + ("clean" if node["clean"] else "contaminated")
         + ("" if after is None else f", {counted(after, 'row')} after a skip edge"),
-        f"ar chooses {token_text(node['ar']['argmax'], tokens)} by a margin of {number(node['ar']['margin'])}",
+        *phrases(NODE, figures.FACTS, node, Place(record, case, node)),
         "controls |Δ|: "
         + (", ".join(f"{name} {number(value)}" for name, value in node["controls"].items()) or "none was run"),
         *(
@@ -746,17 +716,12 @@ def node_blocks(record: dict, case: dict, place: int) -> list[Table | str]:
         ),
         *case_where(case),
     ]
-    headers = ("mode", "verdict", "|Δ|", "floor", "rms", "KL", "TV", "rank of ar's", "token")
-    rows = []
+    rows, shown = [], looks(NODE, figures.FIGURES)
     for mode, result in case["modes"].items():
-        value = node[mode]
-        if value["argmax"] is None:
-            rows.append((mode, result["verdict"], *["-"] * 7))
-            continue
-        figures = [number(value["rms"]), *(_share(value, value[name]) for name in ("kl", "tv"))]
-        verdict, token = value["verdict"] or "not judged", token_text(value["argmax"], tokens)
-        rows.append((mode, verdict, number(value["max_abs"]), _floor(value), *figures, value["ar_rank"], token))
-    return ["\n".join(facts), Table("", headers, rows, spare=("rms", "TV"))]
+        run = node[mode]["argmax"] is not None
+        row = cells(NODE, figures.FIGURES, node[mode], Place(record, case, node, mode)) if run else []
+        rows.append((mode, *(row or [result["verdict"], *[NONE] * (len(shown) - 1)])))
+    return ["\n".join(facts), _looking("", ("mode",), shown, rows)]
 
 
 def render_node(record: dict, case: dict, place: int, width: int | None = None) -> str:
@@ -765,20 +730,8 @@ def render_node(record: dict, case: dict, place: int, width: int | None = None) 
     return "\n".join([wrap(facts, width), "", layout(table, width)])
 
 
-def _shown(value: dict) -> str:
-    """A mode's figure and verdict in a cell of the node table."""
-    if value["argmax"] is None:
-        return "-"
-    return f"{number(value['max_abs'])} {value['verdict'] or 'not judged'}"
-
-
-def _share(value: dict, figure: float | None) -> str:
-    """KL or total variation, which rows that were recorded in part do not give."""
-    return "unknown" if figure is None and value["max_abs"] is not None else number(figure)
-
-
 def _median_kl(values: Sequence[dict]) -> str:
-    if any(_share(value, value["kl"]) == "unknown" for value in values):
+    if any(value["kl"] is None and value["max_abs"] is not None for value in values):
         return "unknown"
     return f"{statistics.median(size(value['kl']) for value in values):.3g}"
 
@@ -786,8 +739,3 @@ def _median_kl(values: Sequence[dict]) -> str:
 def _leak_kl(record: dict) -> str:
     median = record["leakage"]["median_kl"]
     return "unknown" if median is None and record.get("trace", {}).get("top") else number(median)
-
-
-def _floor(value: dict) -> str:
-    """A mode that could not be judged has none."""
-    return "-" if value["floor"] is None else number(value["floor"])

@@ -21,10 +21,10 @@ from .. import __version__
 from ..base.conclusion import DEFECT, Conclusion
 from ..base.errors import Unsupported, UsageError, usage_errors
 from ..base.resources import DRAFTER, EMBEDDED
-from ..engines import load_engine
 from ..engines.capacity import plan
 from ..engines.dflash import load as load_drafter
 from ..engines.recorded import TraceEngine
+from ..engines.registry import load_engine
 from ..engines.transformers.engine import TransformersEngine
 from ..engines.transformers.loading import build_random, parse_dtype
 from ..flows.batch import batch_runs

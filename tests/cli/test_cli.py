@@ -227,7 +227,7 @@ def test_big_models_are_not_loaded_before_their_input_is_checked(files, checkpoi
     def load(*_, **__):
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("ddtree_check.engines.load_engine", load)
+    monkeypatch.setattr("ddtree_check.engines.registry.load_engine", load)
     for name in ("prompt-too-long", "prompt-token", "tree-token", "draft-token", "json-folder", "require", "dtype"):
         line = next(row[1] for row in BAD if row[0] == name)
         assert cli.main(words(line, files, checkpoint)) == 3

@@ -88,7 +88,7 @@ def test_a_required_mode_that_is_not_run_is_refused_at_once(checkpoint, files, c
     def load(*_, **__):
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("ddtree_check.engines.load_engine", load)
+    monkeypatch.setattr("ddtree_check.engines.registry.load_engine", load)
     assert run(checkpoint, files, "--modes", "linear", *require) == 3
     assert capfd.readouterr().err == (
         "ddtree-check: require: got tree_forked, which is none of --modes linear; run it too, or require others\n"

@@ -11,8 +11,9 @@ import torch
 
 from ddtree_check.base.errors import Broken, Unsupported, UsageError
 from ddtree_check.cli import main as cli
-from ddtree_check.engines import ENGINES, BaseEngine, Engine, load_engine
+from ddtree_check.engines import BaseEngine, Engine
 from ddtree_check.engines.checked import Checked, complete
+from ddtree_check.engines.registry import ENGINES, load_engine
 from ddtree_check.flows.batch import batch_runs
 from ddtree_check.flows.check import check
 from ddtree_check.flows.replay import record_trace

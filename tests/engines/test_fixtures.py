@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ddtree_check.base.resources import EMBEDDED, fixtures_dir
-from ddtree_check.engines import load_engine
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.engines.transformers import loading
-from ddtree_check.engines.transformers.engine import Prefix
+from ddtree_check.engines.transformers.passes import Prefix
 from ddtree_check.model.wiring import FORKED
 from ddtree_check.tree.case import load_prompts
 from ddtree_check.tree.draft_tree import DraftTree

@@ -16,8 +16,8 @@ from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.cli.main import main
 from ddtree_check.engines.recorded import TraceEngine, layers_from_json, layers_to_json
 from ddtree_check.flows.check import Item, Settings, check
-from ddtree_check.flows.commit import flat_contents
 from ddtree_check.flows.replay import judge_trace, record_trace
+from ddtree_check.judge.commit import flat_contents
 from ddtree_check.judge.differences import TopLogits, measure, measure_any
 from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.model.wiring import FORKED, UNFORKED

@@ -12,9 +12,10 @@ import pytest
 from ddtree_check.base.errors import Unsupported
 from ddtree_check.engines.checked import complete
 from ddtree_check.flows import attribution
-from ddtree_check.flows.attribution import Entry, attribute
+from ddtree_check.flows.attribution import attribute
 from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.controls import chain_run
+from ddtree_check.judge.attribution import Entry
 from ddtree_check.judge.rule import Rule
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Wiring
 from ddtree_check.report.html import render as page

@@ -15,7 +15,7 @@ from ddtree_check.engines.transformers.adapters import gated_delta
 from ddtree_check.flows import batch as module
 from ddtree_check.flows.batch import batch_runs, compositions
 from ddtree_check.flows.check import Item, Settings
-from ddtree_check.flows.commit import compare_contents
+from ddtree_check.judge.commit import compare_contents
 from ddtree_check.model.mixers import causal_conv, decay
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Plans
 from ddtree_check.report.terminal import batch_blocks, titled

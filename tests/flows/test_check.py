@@ -10,7 +10,7 @@ import torch
 from ddtree_check.base.errors import Unsupported, UsageError
 from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.cli.main import main
-from ddtree_check.engines import load_engine
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.judge.known import KnownFailure
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Wiring

@@ -11,7 +11,7 @@ import torch
 
 from ddtree_check.base.errors import Unsupported, UsageError
 from ddtree_check.flows.check import Item, Settings, check
-from ddtree_check.flows.commit import Part, Search, _owners, accept_nodes, compare_contents, off, tree_floors
+from ddtree_check.judge.commit import Part, Search, _owners, compare_contents, off, tree_floors
 from ddtree_check.judge.known import KnownFailure
 from ddtree_check.judge.nodes import MODES
 from ddtree_check.judge.rule import Rule
@@ -19,6 +19,7 @@ from ddtree_check.model.wiring import BLANK, UNFORKED, Wiring
 from ddtree_check.report.terminal import commit_blocks, render
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, keeps
+from ddtree_check.tree.accept import accept_nodes
 from ddtree_check.tree.draft_tree import DraftTree
 from tests.models import engine, make_engine, prompt, tree
 

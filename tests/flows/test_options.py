@@ -72,7 +72,7 @@ def doors(folder: Path, field: str) -> dict:
     """Return what every door of a copy of the package says whose group of drafting has one field more."""
     shutil.copytree(PACKAGE, folder / "ddtree_check", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "fixtures").symlink_to(PACKAGE.parent / "fixtures")
-    source = folder / "ddtree_check" / "settings.py"
+    source = folder / "ddtree_check" / "flows" / "settings.py"
     text = source.read_text()
     assert text.count(ANCHOR) == 1
     source.write_text(text.replace(ANCHOR, field + ANCHOR))

@@ -13,7 +13,7 @@ from ddtree_check.flows import rounds as module
 from ddtree_check.flows.check import Item, Settings
 from ddtree_check.flows.rounds import MODES, Ahead, Rounds, attach, first_branch, generate
 from ddtree_check.judge.known import KnownFailure
-from ddtree_check.model.wiring import UNFORKED
+from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.report.terminal import rounds_blocks, titled
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, keeps
@@ -215,7 +215,7 @@ def test_a_known_failure_of_the_library_is_named_and_no_defect(monkeypatch):
 
 
 def test_a_control_that_never_leaves_the_text_proves_nothing():
-    host = Faulty(engine("qwen3_5_text"), unforked=module.FORKED)
+    host = Faulty(engine("qwen3_5_text"), unforked=FORKED)
     found = generate(host, ITEMS[1:], SETTINGS, Rounds(3))
     assert found["exit_code"] == 2 and any("insensitive" in reason for reason in found["verdict"]["reasons"])
 

@@ -18,7 +18,7 @@ import pytest
 
 from ddtree_check.base.errors import UsageError
 from ddtree_check.cli import main as cli
-from ddtree_check.engines import find_engine
+from ddtree_check.engines.registry import find_engine
 from ddtree_check.flows.job import Job
 from ddtree_check.gate import cells as gate_cells
 from ddtree_check.gate import history

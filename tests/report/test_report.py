@@ -10,6 +10,7 @@ import pytest
 
 from ddtree_check.base.errors import UsageError
 from ddtree_check.report import markdown, record, terminal
+from ddtree_check.report.columns import mode_verdict
 from ddtree_check.report.drawing import draw_tree
 from ddtree_check.report.text import plain, token_text
 from tests.tiny import break_forked, hand_record
@@ -151,16 +152,16 @@ def test_the_view_of_a_leak_in_a_required_mode():
 def test_the_control_is_named_as_such_only_while_it_is_one():
     data = hand_record("a/3")
     case = data["cases"][0]
-    assert terminal.mode_verdict(data, case, "tree_unforked") == "fail (expected: control)"
+    assert mode_verdict(data, case, "tree_unforked") == "fail (expected: control)"
     case["leak_law"]["outside"] = [1]
-    assert terminal.mode_verdict(data, case, "tree_unforked") == "fail (NOT as predicted)"
+    assert mode_verdict(data, case, "tree_unforked") == "fail (NOT as predicted)"
     case["leak_law"] |= {"outside": [], "clean_bitwise_equal": False}
-    assert terminal.mode_verdict(data, case, "tree_unforked") == "fail (NOT as predicted)"
+    assert mode_verdict(data, case, "tree_unforked") == "fail (NOT as predicted)"
     data["settings"]["require"] = ["tree_unforked"]
-    assert terminal.mode_verdict(data, case, "tree_unforked") == "fail"
+    assert mode_verdict(data, case, "tree_unforked") == "fail"
     data["settings"]["require"] = ["linear"]
     case["modes"]["tree_unforked"]["verdict"] = "pass"
-    assert terminal.mode_verdict(data, case, "tree_unforked") == "pass (nothing to leak)"
+    assert mode_verdict(data, case, "tree_unforked") == "pass (nothing to leak)"
 
 
 def test_random_weights_are_loud():

@@ -11,20 +11,22 @@ from ddtree_check.model.wiring import FORKED, UNFORKED, Wiring
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, FaultyBatches, Remembered
 from tests.models import engine, make_engine, off, prompt, tree
-from tests.test_imports import PACKAGE, RANK, imported
+from tests.test_imports import PACKAGE, imported
 
 TREE = tree("random", 12, seed=4)
-JUDGES = {"compare", "noise", "verdict", "commit", "outcome", "check", "attribution", "selftest"}
+JUDGES = ("judge", "flows", "selftest.run")
 
 
 def judges(source: str) -> set[str]:
-    """The modules of `source`, an injector's, that it may not know."""
-    return {target for _, target in imported(source, ("inject",), set(RANK)) if target in JUDGES}
+    """Return the modules of `source`, an injector's, that it may not know."""
+    modules = imported(source, ("selftest", "inject"), {"judge", "flows", "selftest.run"})
+    return {target for _, target in modules if target.startswith(JUDGES)} - {"judge.sampling.processing"}
 
 
 def test_injectors_cannot_know_how_a_fault_is_found():
-    assert judges((PACKAGE / "inject.py").read_text()) == set()
-    assert judges("from .verdict import judge\ndef f():\n    from . import compare") == {"verdict", "compare"}
+    assert judges((PACKAGE / "selftest" / "inject.py").read_text()) == set()
+    source = "from ..judge.rule import Rule\ndef f():\n    from .. import flows\n    from .run import FAULTS"
+    assert judges(source) == {"judge.rule", "flows", "selftest.run"}
 
 
 @pytest.fixture(scope="module")

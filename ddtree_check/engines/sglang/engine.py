@@ -20,8 +20,8 @@ from ...base.errors import Unsupported, UsageError
 from ...model.families import find_family
 from ...model.wiring import FORKED, Layer, State, Wiring
 from ...tree.draft_tree import DraftTree
-from .. import BaseEngine
 from ..capacity import needs
+from ..contract import BaseEngine
 from ..transformers import loading
 from .ranks import Group, joined, muted
 from .runner import Start, width_for

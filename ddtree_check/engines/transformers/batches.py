@@ -12,13 +12,13 @@ import torch
 
 from ...model.wiring import FORKED, Plans, Wiring
 from ...tree.draft_tree import DraftTree
-from .engine import Prefix, TransformersEngine, Verified, visible
+from .passes import Prefix, Verified, visible
 
 STANDS_IN = ("conv", "conv_update", "gated_delta", "mamba2", "mamba2_update", "training_only")  # take several requests
 IDLE = 0  # the token of rows and requests that only fill a batch
 
 
-def without(engine: TransformersEngine) -> str | None:
+def without(engine) -> str | None:
     """Why an engine has no passes over several requests, or None."""
     single = sorted({*engine.family.calls.values(), *engine.family.selects.values()} - set(STANDS_IN))
     if single:
@@ -45,7 +45,7 @@ class Batches:
     padding: on which side shorter prompts, or the keys of shorter prefixes, are filled up: 'left' or 'right'.
     """
 
-    def __init__(self, engine: TransformersEngine):
+    def __init__(self, engine):
         self.engine, self.caches = engine, engine.caches
 
     def prefill(

@@ -9,7 +9,6 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,42 +23,17 @@ from ...model.families import Family, find_family
 from ...model.mixers import causal_conv
 from ...model.wiring import FORKED, Attention, Layer, Plan, Wiring, reads
 from ...tree.draft_tree import DraftTree
-from .. import BaseEngine, Watched
+from ..contract import BaseEngine, Watched
 from . import loading
 from .adapters import ADAPTERS, Swap
 from .adapters.caches import CACHES
+from .passes import Prefix, Verified, visible
 
 if TYPE_CHECKING:
     from .batches import Batches
 
 OLDEST = Version("5.15")  # the common function names, the mask by layer type and the one hybrid cache exist since then
 _SWAP = threading.RLock()  # swapped functions are module globals: one pass at a time
-
-
-@dataclass(frozen=True, eq=False)
-class Prefix:
-    """A cache after `length` tokens, and the logits [vocabulary] of the last one. `features` [rows, d] are those of the
-    tokens that this pass ran, where they are read."""
-
-    cache: DynamicCache
-    length: int
-    logits: torch.Tensor
-    features: torch.Tensor | None = None
-
-
-@dataclass(eq=False)
-class Verified:
-    """One pass over a tree: logits [n, vocabulary] and what a commit needs. `plan` is None for the library's pass."""
-
-    prefix: Prefix
-    tree: DraftTree
-    plan: Plan | None
-    cache: DynamicCache
-    logits: torch.Tensor | None = None
-    scans: dict[int, Any] = field(default_factory=dict)  # layer -> what gives a node's recurrent state
-    inputs: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # layer -> convolution -> inputs [1, d, n]
-    ends: bool = True  # the library's pass ended with the tree's last row, whose state the cache then holds
-    features: torch.Tensor | None = None  # [n, d], where they are read
 
 
 class TransformersEngine(BaseEngine):
@@ -379,17 +353,6 @@ class TransformersEngine(BaseEngine):
                 undo.callback(setattr, *self._place(name), originals[name])
                 setattr(*self._place(name), _bindable(ADAPTERS[adapter], swap))
             yield
-
-
-def visible(plan: Plan, kept: int, window: int | None) -> np.ndarray:
-    """bool [n, kept + n]: what the plan's rows attend to behind the last `kept` committed tokens, cut to a window."""
-    n = len(plan.tree)
-    seen = np.ones((n, kept + n), dtype=bool)
-    seen[:, kept:] = plan.mask
-    if window is not None:
-        position = np.array(plan.positions)
-        seen &= position[:, None] - np.concatenate([np.arange(-kept, 0), position]) < window
-    return seen
 
 
 def _bindable(adapter: Callable, swap: Swap) -> Callable:

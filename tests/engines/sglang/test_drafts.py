@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from benchmarks.sglang_drafts import DRAFTER, MODEL, blocks, checkpoint, marginals
 from benchmarks.sglang_server import cause
 from ddtree_check.base.resources import fixtures_dir
-from ddtree_check.engines import dflash, load_engine
+from ddtree_check.engines import dflash
+from ddtree_check.engines.registry import load_engine
 from ddtree_check.engines.transformers import loading
 from ddtree_check.trace.write import TraceWriter
 from tests.models import prompt

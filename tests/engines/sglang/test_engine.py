@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ddtree_check.base.errors import Unsupported, UsageError
-from ddtree_check.engines import load_options
 from ddtree_check.engines.capacity import plan
+from ddtree_check.engines.registry import load_options
 from ddtree_check.engines.sglang import engine as sglang
 from ddtree_check.engines.sglang import ranks as sglang_ranks
 from ddtree_check.engines.sglang import runner as sglang_runner

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 from ddtree_check.base.resources import fixtures_dir
-from ddtree_check.engines.transformers.engine import Prefix
+from ddtree_check.engines.transformers.passes import Prefix
 from ddtree_check.model.families import find_family
 from ddtree_check.model.small_shapes import SHAPES
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Attention, State, Wiring, contaminated

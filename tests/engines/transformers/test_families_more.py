@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from ddtree_check.base.errors import Unsupported
 from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.engines.transformers import engine as host_module
-from ddtree_check.engines.transformers.engine import Prefix
+from ddtree_check.engines.transformers.passes import Prefix
 from ddtree_check.model.families import FAMILIES, UNSUPPORTED, find_family
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Conv, State, Wiring, contaminated
 from ddtree_check.tree.draft_tree import DraftTree

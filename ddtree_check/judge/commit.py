@@ -1,0 +1,469 @@
+"""After the verdict on logits: what a commit stored, against a prefill of the same text, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from ..base.words import counted
+from .differences import Differences, measure, ulp
+from .nodes import beyond, judge
+from .rule import EXACT, Rule
+
+STEPS = 3  # plain decode steps after each commit
+LEAKS = "foreign tokens, as the wiring says"
+POSITION = "position"  # the channel of the number of committed tokens; it belongs to no layer
+NARROW = (torch.bfloat16, torch.float16)
+
+Contents = tuple[int, list[dict[str, torch.Tensor]]]  # as `Engine.contents` gives them
+
+
+def flat_contents(contents: Contents) -> dict[tuple[int, str], torch.Tensor]:
+    """By layer and channel."""
+    return {(layer, channel): x for layer, channels in enumerate(contents[1]) for channel, x in channels.items()}
+
+
+# Two contents, compared
+
+
+@dataclass(frozen=True)
+class Part:
+    """One channel of one layer against the reference: how far off, how large, and the spacing of the model's dtype.
+
+    error  max |difference|, inf if the shapes differ or a value is not finite;  rms  of the difference
+    size   rms of the reference
+    """
+
+    layer: int
+    channel: str
+    error: float
+    rms: float
+    size: float
+    ulp: float
+
+
+def compare_contents(reference: Contents, stored: Contents, dtype: torch.dtype) -> list[Part]:
+    """A Part for the position, then one for each channel of each layer of the reference."""
+    apart = float(abs(stored[0] - reference[0]))
+    parts = [Part(-1, POSITION, apart, apart, 0.0, 0.0)]
+    for layer, channels in enumerate(reference[1]):
+        for channel, right in channels.items():
+            found = stored[1][layer].get(channel)
+            size, spacing = _rms(right), float(ulp(right.abs().max(), dtype)) if right.numel() else 0.0
+            if found is None or found.shape != right.shape or found.dtype != right.dtype:
+                parts.append(Part(layer, channel, np.inf, np.inf, size, spacing))
+                continue
+            difference = found.double() - right.double()
+            error = float(difference.abs().max()) if right.numel() else 0.0
+            parts.append(Part(layer, channel, error if np.isfinite(error) else np.inf, _rms(difference), size, spacing))
+    return parts
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.double().contiguous().square().mean().sqrt()) if x.numel() else 0.0  # one order of summation
+
+
+def chain_floors(parts: Sequence[Part], steps: Sequence[Part], rule: Rule, dtype: str) -> list[float]:
+    """Largest error of each part of a chain's commit that plain decoding's own (`steps`) explains.
+
+    Steps run other kernels, so the largest of any layer counts, relative to the state's size and channel by channel.
+    """
+    share: dict[str, float] = {}
+    for step in steps:
+        if step.size:
+            kind = step.channel.partition(".")[0]
+            share[kind] = max(share.get(kind, 0.0), step.error / step.size)
+    return [_floor(part, rule, dtype, share.get(part.channel.partition(".")[0], 0.0) * part.size) for part in parts]
+
+
+def tree_floors(parts: Sequence[Part], controls: Sequence[Sequence[Part]], rule: Rule, dtype: str) -> list[float]:
+    """Largest error of each part that `controls`, commits of the same path along chains, explain."""
+    return [
+        _floor(part, rule, dtype, max(control[place].error for control in controls)) for place, part in enumerate(parts)
+    ]
+
+
+def _floor(part: Part, rule: Rule, dtype: str, control: float) -> float:
+    floor = rule.factor * control + rule.ulps * part.ulp
+    # In float32 a control can be exactly 0 by chance, where it ran the very kernels of the reference.
+    return max(floor, rule.rounding[dtype] * part.size) if dtype in EXACT else floor
+
+
+def off(parts: Sequence[Part], floors: Sequence[float]) -> list[tuple[Part, float]]:
+    """The parts beyond their floors, each with its floor."""
+    return [(part, floor) for part, floor in zip(parts, floors, strict=True) if not part.error <= floor]
+
+
+# What was stored instead
+
+
+@dataclass(eq=False)
+class Search:
+    """Says what a commit stored in place of the state after `path`, from what plain decoding leaves at each node.
+
+    before, reference, stored: contents before the accept (None: not known), after it, and what was found. `see` is
+    shown nodes, each once; `complete`: all of them. what: as which state it was found.
+    """
+
+    path: tuple[int, ...]
+    before: Contents | None
+    reference: Contents
+    stored: Contents
+    bad: Sequence[tuple[Part, float]]
+    nearest: dict[tuple[int, str], tuple[float, int]] = field(default_factory=dict)  # of a state: error, node
+    rows: dict[tuple[int, str], dict[int, torch.Tensor]] = field(default_factory=dict)  # of windows and keys: by node
+    complete: bool = True
+    what: str = "committed state"
+
+    def see(self, node: int, contents: Contents) -> None:
+        for part, _ in self.bad:
+            key = (part.layer, part.channel)
+            if part.channel == POSITION:
+                continue
+            theirs = contents[1][part.layer].get(part.channel)
+            if theirs is None:  # of a trace that does not hold it
+                continue
+            if _by_rows(part.channel):
+                self.rows.setdefault(key, {})[node] = theirs[-1]
+                continue
+            found = self.stored[1][part.layer].get(part.channel)
+            if found is not None and found.shape == theirs.shape:
+                error = float((found.double() - theirs.double()).abs().max())
+                self.nearest[key] = min(self.nearest.get(key, (np.inf, -1)), (error, node))
+
+    def say(self, part: Part, floor: float) -> str:
+        if part.channel == POSITION:
+            return f"position {self.stored[0]}, expected {self.reference[0]}"
+        name = _word(part.channel)
+        found = self.stored[1][part.layer].get(part.channel)
+        right = self.reference[1][part.layer][part.channel]
+        if found is None:
+            return f"no {name} is stored"
+        if found.shape != right.shape:
+            if _by_rows(part.channel) and found.shape[1:] == right.shape[1:]:
+                return f"{name}: {len(found)} rows, expected {len(right)}"
+            return f"{name} has shape {list(found.shape)}, expected {list(right.shape)}"
+        if found.dtype != right.dtype:
+            return f"{name} is {found.dtype}, expected {right.dtype}"
+        if not found.isfinite().all():
+            return f"{name} is not finite"
+        narrow = _rounded(found, right, floor)
+        if narrow:
+            return f"{name} is rounded to {narrow}"
+        before = None if self.before is None else self.before[1][part.layer].get(part.channel)
+        if not _by_rows(part.channel):
+            return self._say_state(part, floor, found, before)
+        return self._say_rows(part, floor, found, right, before)
+
+    def _say_state(self, part: Part, floor: float, found: torch.Tensor, before: torch.Tensor | None) -> str:
+        if before is not None and _near(found, before, floor):
+            return "state unchanged by the accept"
+        if not found.any():
+            return "state is zero"
+        error, node = self.nearest.get((part.layer, part.channel), (np.inf, -1))
+        if error <= floor:
+            return f"{self.what} is node {node}'s, expected node {self.path[-1]}'s"
+        if not self.complete:
+            return f"{self.what} is not node {self.path[-1]}'s"
+        return f"{self.what} is no node's, expected node {self.path[-1]}'s"
+
+    def _say_rows(self, part: Part, floor: float, found, right, before) -> str:
+        """Rows by the node they belong to; -1 is the last committed token, -2 the one before."""
+        name, rows = _word(part.channel), len(right)
+        if before is not None and found.shape == before.shape and _near(found, before, floor):
+            return f"{name} unchanged by the accept"
+        known = {-1 - back: row for back, row in enumerate(reversed(before))} if before is not None else {}
+        known |= self.rows.get((part.layer, part.channel), {})
+        labels = [*range(-rows, 0), *self.path][-rows:]
+        got = [_label(*row, known, floor) for row in zip(found, right, labels, strict=True)]
+        wrong = [place for place, (label, have) in enumerate(zip(labels, got, strict=True)) if label != have]
+        if not wrong:
+            return f"{name}: rows of the right tokens, wrong in their numbers: {part.error:.2g}, floor {floor:.2g}"
+        first = min(wrong)
+        if "?" in got[first:] and part.channel == "keys" and not any(p.channel == "values" for p in self._beside(part)):
+            return f"{name}: rows of the right tokens at another position"
+        shown = slice(max(first, rows - 8), None)
+        return f"{name}: rows of {_owners(got[shown])}, expected {_owners(labels[shown])}"
+
+    def _beside(self, part: Part) -> Iterator[Part]:
+        return (other for other, _ in self.bad if other.layer == part.layer)
+
+
+def _by_rows(channel: str) -> bool:
+    return channel.partition(".")[0] != "recurrent"
+
+
+def _word(channel: str) -> str:
+    kind, _, number = channel.partition(".")
+    name = {"recurrent": "state", "conv": "convolution window"}.get(kind, kind)
+    return f"{name} {number}" if number else name
+
+
+def _near(a: torch.Tensor, b: torch.Tensor, floor: float) -> bool:
+    return a.shape == b.shape and bool((a.double() - b.double()).abs().max() <= floor)
+
+
+def _rounded(found: torch.Tensor, right: torch.Tensor, floor: float) -> str | None:
+    for dtype in NARROW:
+        if right.dtype != dtype and torch.equal(found, found.to(dtype).to(found.dtype)) and found.any():
+            error = (found.double() - right.double()).abs() - torch.finfo(dtype).eps * right.double().abs()
+            if error.max() <= floor and not torch.equal(right, right.to(dtype).to(right.dtype)):
+                return str(dtype).removeprefix("torch.")
+    return None
+
+
+def _label(row, right, label: int, known: Mapping[int, torch.Tensor], floor: float) -> int | str:
+    """Whose row it is: the expected one where that fits (equal tokens can have equal rows), else the nearest."""
+    if _near(row, right, floor):
+        return label
+    if not row.any():
+        return "zero"
+    apart = {name: float((row.double() - theirs.double()).abs().max()) for name, theirs in known.items()}
+    best = min(apart, key=apart.get, default=None)
+    return best if best is not None and apart[best] <= floor else "?"
+
+
+def _owners(labels: Sequence[int | str]) -> str:
+    """Whose rows, in words: 'token -1 before the block, nodes 0 4, 1 unknown row'."""
+    kinds = {"?": "unknown row", "zero": "zero row"}
+    parts = []
+    for kind, group in groupby(labels, lambda label: kinds.get(label) or ("token" if label < 0 else "node")):
+        found = list(group)
+        names = f"{kind}{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
+        place = " before the block" if kind == "token" else ""
+        parts.append(counted(len(found), kind) if kind in kinds.values() else f"{names}{place}")
+    return ", ".join(parts)
+
+
+# One path, judged
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one mode's commit of one path came to. `bad`: (part, floor, words) of what is off, by layer."""
+
+    verdict: str  # pass, fail, reference_unusable, unsupported, not_run
+    reason: str | None = None
+    bad: tuple[tuple[Part, float, str], ...] = ()
+    after: Differences | None = None  # of the plain steps that follow
+    floor: np.ndarray | None = None
+    verdicts: tuple[str, ...] = ()
+
+    def to_json(self) -> dict:
+        steps = [] if self.after is None else zip(self.after.max_abs, self.floor, self.verdicts, strict=True)
+        return {
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "bad": [
+                {"layer": p.layer, "channel": p.channel, "error": _json(p.error), "floor": _json(floor), "says": says}
+                for p, floor, says in self.bad
+            ],
+            "steps": [{"max_abs": _json(error), "floor": _json(floor), "verdict": v} for error, floor, v in steps],
+        }
+
+
+@dataclass(frozen=True)
+class Accept:
+    """One forced accept: the path to `node`, and the commit of each mode. `aside`: the path leaves the first branch."""
+
+    pattern: str
+    node: int
+    path: tuple[int, ...]
+    aside: bool
+    modes: dict[str, Commit]
+    expected: frozenset[str] = frozenset()  # modes whose wiring must leave a wrong state here
+
+    def to_json(self) -> dict:
+        return {
+            "pattern": self.pattern,
+            "node": self.node,
+            "path": list(self.path),
+            "aside": self.aside,
+            "modes": {mode: found.to_json() for mode, found in self.modes.items()},
+            "expected": sorted(self.expected),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What stands after a path: its contents, and the logits [probe, vocabulary] after each token that was fed then."""
+
+    contents: Contents
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Standard:
+    """What commits of one path are judged by.
+
+    reference   what a prefill of the same text leaves;  steps  what plain decoding leaves, None if that is not known
+    chains      what commits along chains as wide as the tree leave: `linear` by its own pass, `chain` by its tree path
+    refused     why one of them was not run, by name;  probe  tokens that were fed after each of them
+    """
+
+    reference: Left
+    steps: Left | None
+    chains: Mapping[str, Left]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    probe: tuple[int, ...] = ()
+
+
+class Judge:
+    """Judges what commits of `path` left. dtype: as `verdict.judged_as`. kept: the dtype that the engine says it keeps
+    states in. Runs nothing.
+
+    across: the standard is another engine's. Then a right commit may be as far off as any of its controls, or by
+    `Rule.across` of the state's rms, unless `own`, chains of the engine that is judged, say it closer.
+    """
+
+    def __init__(
+        self, path: Sequence[int], standard: Standard, rule: Rule, dtype: str, *, kept: str | None = None,
+        across: bool = False, own: Mapping[str, Left] | None = None,
+    ):  # fmt: skip
+        self.path, self.standard, self.rule, self.dtype, self.kept = tuple(path), standard, rule, dtype, kept
+        self.wide, self.reference, self.across = getattr(torch, dtype), standard.reference, across
+        self.steps, self.steps_after = ([], None) if standard.steps is None else self._measure(standard.steps)
+        self.problem = self._problem()
+        chains = {name: self._measure(found) for name, found in standard.chains.items()}
+        self.pooled = list(self.steps)
+        if across:
+            self.pooled += [part for parts, _ in chains.values() for part in parts]
+            self.pooled_after = [
+                found for _, found in ((None, self.steps_after), *chains.values()) if found is not None
+            ]
+            chains = {name: self._measure(found) for name, found in (own or {}).items()}
+        self.trusted = [
+            (parts, after)
+            for parts, after in chains.values()
+            if not off(parts, self.chain_floors(parts)) and not self._late(after, self._chain_floor(after))
+        ]
+
+    @property
+    def blind(self) -> bool:
+        """Nothing measured says how far off a right run is, and no bound of the dtype does."""
+        return not self.pooled and not self.trusted and self.dtype not in EXACT
+
+    def commit(
+        self, found: Left, *, own: bool = False, expected: bool = False, search: Callable | None = None
+    ) -> Commit:
+        """own: by the engine's own pass along the chain, which never enters its own floor. expected: its wiring leaks
+        at this node, so nothing needs to be searched for. search(judge, found, bad): words for parts that are off."""
+        if self.problem:
+            return Commit("reference_unusable", self.problem)
+        parts, after = self._measure(found)
+        if own or not self.trusted:
+            floors, floor = self.chain_floors(parts), self._chain_floor(after)
+        else:
+            floors = tree_floors(parts, [control for control, _ in self.trusted], self.rule, self.dtype)
+            floor = self._tree_floor(after)
+            if self.across and self.dtype in EXACT:
+                floors = [max(pair) for pair in zip(floors, self.chain_floors(parts), strict=True)]
+        bad, late = off(parts, floors), self._late(after, floor)
+        verdicts = () if after is None else judge(after, floor)
+        if not bad and not late:
+            return Commit("pass", None, (), after, floor, verdicts)
+        if self.blind:
+            return Commit("reference_unusable", "nothing was recorded that tells noise from a wrong state")
+        if expected:
+            said = tuple((part, floor, f"{_word(part.channel)}: {LEAKS}") for part, floor in bad)
+        else:
+            said = (
+                search(self, found, bad) if search else tuple((part, floor, _word(part.channel)) for part, floor in bad)
+            )
+            if explained := self._explained(said, after):
+                return explained
+        return Commit("fail", _reason(said, late, after is not None), said, after, floor, verdicts)
+
+    def near(self, part: Part, floor: float) -> float:
+        """A part's own floor can be 0; whose state it is shows within what steps differ by from a prefill."""
+        known = {(p.layer, p.channel): p for p in self.steps}
+        return max(floor, *self.chain_floors([known.get((part.layer, part.channel), part)]))
+
+    def _explained(self, said, after: Differences | None) -> Commit | None:
+        """States no worse than the dtype that the engine says it keeps them in; None if there is more to it."""
+        kept = self.kept
+        if kept not in self.rule.rounding or not said or any(not w.endswith(f"is rounded to {kept}") for *_, w in said):
+            return None
+        floor = None if after is None else self.rule.rounding[kept] * after.std
+        if self._late(after, floor):
+            return None
+        reason = f"explained: {said[0][2]}, the dtype that the engine says it keeps states in"
+        return Commit("pass", reason, said, after, floor, () if after is None else judge(after, floor))
+
+    def chain_floors(self, parts: Sequence[Part]) -> list[float]:
+        floors = chain_floors(parts, self.pooled, self.rule, self.dtype)
+        if not self.across:
+            return floors
+        share = self.rule.across[self.dtype]
+        return [max(floor, share * part.size) for part, floor in zip(parts, floors, strict=True)]
+
+    def _chain_floor(self, after: Differences | None) -> np.ndarray | None:
+        if after is None:
+            return None
+        if not self.across:
+            controls = [] if self.steps_after is None else [self.steps_after.max_abs]
+            return self.rule.chain_floor(controls, after, self.dtype)
+        pooled = [np.full(len(after), np.max(found.max_abs)) for found in self.pooled_after]
+        return np.maximum(self.rule.floor(pooled, after.ulp), self.rule.across[self.dtype] * after.std)
+
+    def _tree_floor(self, after: Differences | None) -> np.ndarray | None:
+        if after is None:
+            return None
+        controls = [control.max_abs for _, control in self.trusted if control is not None]
+        if not controls:
+            return self._chain_floor(after)
+        floor = self.rule.floor(controls, after.ulp)
+        if self.dtype in EXACT:
+            floor = np.maximum(
+                floor, self._chain_floor(after) if self.across else self.rule.rounding[self.dtype] * after.std
+            )
+        return floor
+
+    def _late(self, after: Differences | None, floor: np.ndarray | None) -> Sequence[int]:
+        return () if after is None else beyond(judge(after, floor))
+
+    def _measure(self, left: Left) -> tuple[list[Part], Differences | None]:
+        parts = compare_contents(self.reference.contents, left.contents, self.wide)
+        if left.rows is None or self.reference.rows is None:
+            return parts, None
+        return parts, measure(self.reference.rows, left.rows)
+
+    def _problem(self) -> str | None:
+        """Why plain decoding and a prefill of the same text cannot serve as reference, or None."""
+        sized = [part for part in self.steps if part.size]
+        if self.steps and self.steps[0].error:
+            return "plain decoding and a prefill of the same text end at different positions"
+        bound = self.rule.bounds[self.dtype]
+        if self.dtype in EXACT:
+            ratio, what = max((part.error / part.size for part in sized), default=0.0), "largest |difference| / rms"
+            bound *= 10  # one entry of thousands against the rms of all
+        else:
+            ratio, what = float(np.median([part.rms / part.size for part in sized] or [0.0])), "median rms / rms"
+        if ratio <= bound:
+            return None
+        return f"plain decoding leaves other states than a prefill of the same text: {what} {ratio:.3g}"
+
+
+def _reason(said: Sequence[tuple[Part, float, str]], late: Sequence[int], stepped: bool = True) -> str:
+    """What is off first in each channel, in how many layers, and what it did to the steps that follow."""
+    first: dict[str, str] = {}
+    for part, _, says in said:
+        # Keys and values are gathered by one index: one of them says it all.
+        kind = "keys" if part.channel == "values" else part.channel.partition(".")[0]
+        first.setdefault(kind, says if part.channel == POSITION else f"layer {part.layer}: {says}")
+    layers = {part.layer for part, _, _ in said if part.channel != POSITION}
+    words = list(first.values()) or ["what is stored is right"]
+    words += [f"{len(layers)} layers off"] if len(layers) > 1 else []
+    if stepped:
+        words.append(
+            f"logits off from step {late[0] + 1} after the accept" if late else "logits of the next steps kept"
+        )
+    return "; ".join(words)
+
+
+def _json(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
