@@ -249,6 +249,7 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
 
 
 def _run(job: Job, prompts, tree, drafts, progress) -> dict:
+    from ..engines import load_engine, load_options
     from ..engines.registry import load_engine, load_options, of_class
     from ..engines.transformers import loading
     from .batch import batch_runs, check_sizes
