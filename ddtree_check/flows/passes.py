@@ -10,7 +10,7 @@ import torch
 from ..base.errors import Unsupported
 from ..judge.case import Runs
 from ..judge.commit import STEPS, Accept, flat_contents
-from ..judge.differences import measure, row_hashes
+from ..judge.differences import Differences, measure, row_hashes
 from ..judge.nodes import CONTROL, MODES
 from ..judge.sampling.judged import Tracks
 from ..judge.sampling.processing import Sampling
@@ -27,17 +27,17 @@ STORED = ("ar", "forward", "repeat", *MODES, "chain", "own")  # passes over a tr
 
 def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, step) -> Runs:
     """Run all modes and controls of one tree that the engine can run. step: a step of a trace to add them to."""
-    tree, rows = case.tree, _Rows(engine, case, reference, settings, step)
+    tree, watch = case.tree, Watch(engine, case, reference, settings, step)
     wiring = wirings(settings.control)
     differences, missing, errors = {}, {}, {"ar": absolute(exact, reference)}
 
     def chains(name: str, limit: int | None = None, oracle=None):
-        sink = rows.sink(name, wiring[name])
+        sink = watch.sink(name, wiring[name])
         return chain_run(engine, prefix, tree, reference, wiring[name], limit=limit, exact=oracle, sink=sink)
 
     def whole(name: str) -> torch.Tensor:
         logits = engine.verify(prefix, tree, wiring[name]).logits
-        if sink := rows.sink(name, wiring[name]):
+        if sink := watch.sink(name, wiring[name]):
             sink(range(len(tree)), logits)
         return logits
 
@@ -65,15 +65,12 @@ def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, s
         del logits
     return Runs(
         case=case,
-        ar=rows.ties.choose("ar", measure(reference, reference)),
-        differences={mode: rows.ties.choose(mode, found) for mode, found in differences.items()},
         missing=missing,
         chain=chain and chain[:2],
         equal=hashes["tree_forked"] == hashes[CONTROL] if len(hashes) == 2 else None,
         exact={mode: error for mode, error in errors.items() if error is not None},
         library_unforked=library,
-        sampled=rows.tracks.finish(),
-        ties=rows.ties.finish(),
+        **watch.findings(measure(reference, reference), differences),
     )
 
 
@@ -126,14 +123,14 @@ def attempt(refusal: str | None, run: Callable):
         return None, str(error)
 
 
-class _Rows:
+class Watch:
     """What looks at the rows of one tree's passes as they are made: sampling, ties, and a step of a trace."""
 
-    def __init__(self, engine, case: Case, reference, settings: Settings, step):
+    def __init__(self, engine, case: Case, reference: torch.Tensor, settings: Settings, step=None):
         self.engine, self.case, self.settings, self.step = engine, case, settings, step
         self.tracks, self.ties = Tracks(engine, case, reference, settings), TieTrack(engine, case.tree, reference)
 
-    def sink(self, name: str, wiring: Wiring | None) -> Callable | None:
+    def sink(self, name: str, wiring: Wiring | None = None) -> Callable | None:
         """Return what takes (nodes, logits) of a pass, or None if nobody looks at it."""
         add, claim = None, wiring.name if wiring else "engine"
         if self.step is not None:
@@ -143,6 +140,15 @@ class _Rows:
                 self.step.add(name, logits, nodes=nodes, width=len(self.case.tree), wiring=claim, **own)
 
         return self.tracks.sink(name, self.ties.sink(name, add))
+
+    def findings(self, ar: Differences, differences: dict[str, Differences]) -> dict:
+        """Return the fields of Runs that hold what was seen, the differences with the tokens that the engine took."""
+        return {
+            "ar": self.ties.choose("ar", ar),
+            "differences": {mode: self.ties.choose(mode, own) for mode, own in differences.items()},
+            "sampled": self.tracks.finish(),
+            "ties": self.ties.finish(),
+        }
 
 
 def _own_rows(engine, mode: str, case: Case, nodes, logits, sampling: Sampling) -> dict:

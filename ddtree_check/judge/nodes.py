@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..base.files import json_number
 from ..base.words import counted
 from ..model.wiring import UNFORKED, Attention, Layer, Plan, contaminated, reads
 from ..tree.draft_tree import DraftTree
@@ -137,9 +138,8 @@ class Systematic:
         )
 
     def to_json(self) -> dict:
-        ratio = self.ratio if np.isfinite(self.ratio) else None
         own = {name: getattr(self, name) for name in ("prompts", "limit", "least", "rows", "quiet", "given")}
-        return {"ratio": ratio, **own, "judged": self.judged, "beyond": self.beyond}
+        return {"ratio": json_number(self.ratio), **own, "judged": self.judged, "beyond": self.beyond}
 
 
 def systematic(

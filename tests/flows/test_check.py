@@ -375,7 +375,7 @@ def test_a_known_failure_excuses_no_other_failure_of_its_mode(family, wiring):
 
 def test_known_failures_are_named_and_do_not_turn_the_exit_code(monkeypatch):
     entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
-    monkeypatch.setattr("ddtree_check.flows.check.load_known", lambda: (entry,))
+    monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
     host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]))
     host.describe = lambda: engine("qwen3_5_text").describe() | {"model_type": "qwen3_5_text"}
     record = check(host, ITEMS[:1], SETTINGS)

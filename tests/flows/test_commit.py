@@ -317,7 +317,7 @@ def _scaled(contents, factor):
 
 def test_a_pass_that_is_known_to_be_wrong_may_leave_a_wrong_state(monkeypatch):
     entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
-    monkeypatch.setattr("ddtree_check.flows.check.load_known", lambda: (entry,))
+    monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
     fault = keeps(inject.before, "recurrent")
     host = Faulty(
         engine("qwen3_5_text"),
@@ -326,7 +326,7 @@ def test_a_pass_that_is_known_to_be_wrong_may_leave_a_wrong_state(monkeypatch):
     )
     record = commits(host, accept=("branch",))
     assert verdicts(record, "linear") == {SIDE: "fail"} and record["exit_code"] == 0
-    monkeypatch.setattr("ddtree_check.flows.check.load_known", lambda: ())
+    monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: ())
     assert commits(host, accept=("branch",))["exit_code"] == 1
 
 
