@@ -8,6 +8,7 @@ import glob
 import json
 import math
 import os
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def parse_json(text: str, where: str) -> object:
         raise ValueError(f"{where}: {error.msg} at character {error.pos}, expected JSON") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, or lists within lists within ...
         raise ValueError(f"{where}: {str(error).splitlines()[0]}, expected JSON") from None
+
+
+def parse_toml(text: str, where: str) -> dict:
+    """Return the tables of a TOML text. Raises ValueError beginning with `where`."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a slip, a number of too many digits, or lists within lists
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}, expected TOML") from None
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:

@@ -74,8 +74,7 @@ def judge_all(
     known = known_for(environment)
     wanted = {True: MODES, False: (), None: settings.require}[settings.attribute]
     # A failure is known by its wiring, case by case; of all others the first one says it.
-    each = {entry.mode for entry in known if entry.explained}
-    hunt = Hunt(set(wanted) - {entry.mode for entry in known if not entry.explained}, each)
+    hunt = Hunt(set(wanted), {entry.mode for entry in known})
     work = partial(_judge_part, run, hunt, layers, settings, dtype)
     outcomes: list[Outcome] = []
     reactions: list[Reaction] = []

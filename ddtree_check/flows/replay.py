@@ -79,7 +79,8 @@ def writer_for(engine, path: str | Path, settings: Settings | None = None, **bou
 
 def record_trace(engine, items: Sequence[Item], settings: Settings, path: str | Path, **bounds) -> dict:
     """`check`, with every pass that it makes written to a trace at `path`; returns the record of the live run."""
-    return check(engine, items, settings, trace=writer_for(engine, path, settings, **bounds))
+    with writer_for(engine, path, settings, **bounds) as trace:
+        return check(engine, items, settings, trace=trace)
 
 
 # --- from a trace -----------------------------------------------------------------------------------------------------
@@ -580,6 +581,8 @@ def _walked(step: Step, outcome: Outcome) -> dict | None:
 def _notes(engine, steps, record: dict, supplied: set[str], walked: Mapping, live) -> list[str]:
     """Return what a reader must know of how this trace was judged."""
     notes = []
+    if engine.trace.part:
+        notes.append("the trace is a part: the run that recorded it was interrupted or has not ended")
     if supplied:
         names = {"ar": "ar", "forward": "full forward passes", CONTROL: CONTROL}
         notes.append(

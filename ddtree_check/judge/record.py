@@ -40,6 +40,7 @@ def make_record(
         [accept for outcome in outcomes for accept in outcome.accepts or ()],
         reactions,
         above,
+        recurrent=any(isinstance(op, State | Conv) for layer in layers for branch in layer.branches for op in branch),
     )
     cases = [_case_json(outcome) for outcome in outcomes]
     record = {

@@ -189,13 +189,19 @@ def test_attention_only_models_pass_in_every_mode(family):
 
 def test_a_chain_has_nothing_to_leak():
     record = check(engine("qwen3_5_text"), [Item("p", prompt(5), tree=tree("chain", 8))], SETTINGS)
-    assert record["exit_code"] == 0 and record["verdict"]["sensitive"] is None
+    assert record["exit_code"] == 2 and record["verdict"]["sensitive"] is None
+    assert set(record["verdict"]["modes"].values()) == {"pass"}
+    assert "no fork was exercised" in record["verdict"]["reasons"][0]
+    single = replace(SETTINGS, budgets=(1,), require=("tree_unforked",))
+    assert check(engine("qwen3_5_text"), ITEMS[:1], single)["exit_code"] == 2
+    attention = check(engine("llama"), [Item("p", prompt(5), tree=tree("chain", 8))], SETTINGS)
+    assert attention["exit_code"] == 0
 
 
-@pytest.mark.parametrize("name", ["root-only", "star", "comb"])
-def test_small_and_flat_trees(name):
+@pytest.mark.parametrize(("name", "code"), [("root-only", 2), ("star", 0), ("comb", 0)])
+def test_small_and_flat_trees(name, code):
     case = DraftTree((5,), (-1,)) if name == "root-only" else tree(name, 6)
-    assert check(engine("qwen3_5_text"), [Item("p", prompt(1), tree=case)], SETTINGS)["exit_code"] == 0
+    assert check(engine("qwen3_5_text"), [Item("p", prompt(1), tree=case)], SETTINGS)["exit_code"] == code
 
 
 def test_nan_logits_are_never_within_noise():

@@ -7,9 +7,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from ...base.errors import UsageError, usage_errors
+from ...base.errors import usage_errors
 from ...flows.job import Job, run
 from ...report.record import check_writable, write_record
 from ...report.text import plain
@@ -44,17 +43,6 @@ def write_html(path: str, record: dict) -> None:
 
     with usage_errors():
         write_text(path, html.render(record))
-
-
-@contextlib.contextmanager
-def viewing(path: Path) -> Iterator[None]:
-    """What a view does not find was named by the caller, or is missing from a file that somebody edited."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{path}: no whole record ({type(error).__name__}: {error}); make it again") from None
 
 
 def show_text(text: str, *, data: bool = False) -> None:
