@@ -18,7 +18,7 @@ UNFINISHED: tuple[str, ...] = ()  # pages whose sentences are still too long; on
 FOLDERS = ("benchmarks", "ddtree_check", "docs", "fixtures", "reports", "tests")
 FOREIGN = {  # options of other programs that the pages name
     "--speculative-num-draft-tokens", "--mamba-radix-cache-strategy", "--disable-overlap-schedule",
-    "--disable-radix-cache", "--no-deps",
+    "--disable-radix-cache", "--no-deps", "--part",
 }  # fmt: skip
 
 
