@@ -83,9 +83,7 @@ def missing(text: str) -> list[str]:
     """Return the paths of this repository, given as inline code, that do not exist."""
     paths = (code.rstrip("/") for _, code in spans(text))
     named = (code for code in paths if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]+", code))
-    kept = (
-        code for code in named if not code.startswith("reports/") or "sample" in code
-    )  # the rest is what runs write
+    kept = (code for code in named if not code.startswith("reports/") or "sample" in code)  # the rest: written by runs
     return [code for code in kept if not (REPO / code).exists()]
 
 
