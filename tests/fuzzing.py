@@ -156,7 +156,7 @@ ANSWER = {
 GATE = {
     "gate": {"name": "n", "timeout": 60, "nights": 3, "factor": 2.0, "baseline": "b.json"},
     "matrix": {"model": ["m"], "budget": [16, [16, 64]], "dtype": ["float32"], "draft": ["self"]},
-    "settings": {"limit": 4, "require": ["tree_forked"], "accept": ["full"], "seed": 3, "oracle": True, "top_p": 0.5},
+    "settings": {"limit": 4, "require": ["tree_forked"], "accept": ["full"], "oracle": True, "order": "depth"},
     "case": [{"name": "ours", "weights": "random", "timeout": 5}],
     "exclude": [{"budget": 16}],
 }

@@ -70,7 +70,8 @@ def generate(
     environment = engine.describe()
     known = {entry.mode for entry in known_for(environment)}
     head = {"settings": settings.to_json(), "rounds": rounds.to_json(), "environment": environment}
-    done = {} if journal is None else {line["id"]: line for line in resume_journal(journal, head)}
+    use = lambda line: conclude([line], settings, rounds, engine.layers, known)  # noqa: E731
+    done = {} if journal is None else resume_journal(journal, head, use)
     found = []
     for place, item in enumerate(items):
         if progress:

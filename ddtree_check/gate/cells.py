@@ -23,7 +23,7 @@ from .config import Cell
 # An interpreter that ends with the gate, however the gate ends, and is otherwise `ddtree-check`.
 CHILD = (
     "from ddtree_check.gate.cells import end_with_parent; end_with_parent(); "
-    "from ddtree_check.cli.main import main; raise SystemExit(main())"
+    "from ddtree_check.__main__ import main; raise SystemExit(main())"
 )
 TAIL = 4000  # bytes of a log that may hold its last line
 

@@ -28,11 +28,13 @@ def finish(job: Job, path: str | None, view: Callable[[dict], str], html: str | 
             check_writable(target)
     with progress() as show:
         record = run(job, show)
-    if path is not None:
-        write_record(path, record)
-    if html is not None:
-        write_html(html, record)
-    show_text(view(record))
+    try:
+        if path is not None:
+            write_record(path, record)
+        if html is not None:
+            write_html(html, record)
+    finally:
+        show_text(view(record))  # of what was run, also where a file cannot be written
     return record["exit_code"]
 
 
