@@ -524,7 +524,7 @@ def _check_tokenizer(source: str) -> None:
 
 def _tokenizer_fault(source: str) -> str | None:
     """Return what a tokenizer raises that is no Exception, such as a panic of its library, or None."""
-    from .engines import loading
+    from ..engines.transformers import loading
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic tells its own story, on many lines
     try:

@@ -207,7 +207,9 @@ def test_a_lost_position_is_a_drift_without_a_number():
 
 
 def test_a_known_failure_of_the_library_is_named_and_no_defect(monkeypatch):
-    entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
+    entry = KnownFailure(
+        "bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1", "state=flat"
+    )
     host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits.flip(-1))
     assert run(host, ITEMS[1:], 2)["exit_code"] == 1
     monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
