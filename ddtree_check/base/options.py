@@ -7,7 +7,6 @@ option is one field.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import dataclass_transform
@@ -15,6 +14,7 @@ from typing import dataclass_transform
 from .errors import UsageError
 from .words import option as spoken
 
+LARGEST = 1e15  # of a number that is called finite: a whole number may be larger than any float
 VERBS = ("compare", "generate", "sweep")  # commands that run a model
 
 
@@ -34,7 +34,7 @@ def _whole(value: object) -> bool:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _text(value: object) -> bool:
