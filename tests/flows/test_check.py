@@ -69,14 +69,14 @@ def test_smaller_budgets_share_the_reference_of_larger_ones(record):
     assert [node["ar"] for node in small["nodes"]] == [node["ar"] for node in large["nodes"][:9]]
 
 
-def test_positions_two_too_far_show_over_four_prompts_where_no_node_shows_them():
+def test_positions_two_too_far_show_over_eight_prompts_where_no_node_shows_them():
     """bfloat16 rounds more than two attention layers of eight move a row by, but not at every node of every prompt."""
     host = load_engine("transformers", str(fixtures_dir() / "models" / "tiny-qwen3_5"), dtype="bfloat16", device="cpu")
     far = Wiring("far", positions=lambda t: tuple(depth + 2 * (depth != node) for node, depth in enumerate(t.depth)))
-    items = [Item(f"p{seed}", prompt(12, seed), tree=tree("random", 8, seed=seed)) for seed in range(4)]
+    items = [Item(f"p{seed}", prompt(12, seed), tree=tree("random", 8, seed=seed)) for seed in range(8)]
     right, wrong = (check(e, items, Settings()) for e in (host, Faulty(host, forked=far)))
     for record in (right, wrong):
-        assert [case["modes"]["tree_forked"]["verdict"] for case in record["cases"]] == ["pass"] * 4
+        assert [case["modes"]["tree_forked"]["verdict"] for case in record["cases"]] == ["pass"] * 8
     assert right["exit_code"] == 0 and right["floor"]["systematic"]["ratio"] < 1.2
     assert wrong["exit_code"] == 1 and wrong["verdict"]["modes"]["tree_forked"] == "fail"
     assert "tree_forked: fail (systematically above noise" in wrong["verdict"]["reasons"][0]
