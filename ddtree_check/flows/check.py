@@ -134,7 +134,7 @@ def _check_item(engine, oracle, placed: tuple[int, Item], settings: Settings, dt
         own = slice(None) if place == tuple(range(len(union))) else list(place)  # a slice copies nothing
         rows, exact_rows = reference[own], None if exact is None else exact[own]
         step = trace and _step(trace, engine, item, case, rows, place, kept)
-        runs = run_case(engine, prefix, case, rows, exact_rows, settings, step)
+        runs = run_case(engine, prefix, case, rows, exact_rows, settings, step, dtype)
         runs = replace(runs, forward=None if forward is None else forward[list(place)], batched=strict)
         outcome = judge_case(runs, engine.layers, settings.rule, settings.control, dtype, problem)
         outcome = replace(outcome, accepts=commit_case(engine, prefix, runs, settings, step))

@@ -20,7 +20,7 @@ from ..engines.checked import complete
 from ..engines.contract import ASSUMED
 from ..engines.recorded import TraceEngine, layers_to_json, tensor
 from ..judge.case import Outcome, Runs, judge_case
-from ..judge.differences import Differences, join, measure, measure_any, row_hashes
+from ..judge.differences import Differences, digests, join, measure, measure_any
 from ..judge.known import excuse, load_known
 from ..judge.nodes import CONTROL, MODES, reference_problem
 from ..judge.record import make_record
@@ -337,7 +337,7 @@ def _judge_step(engine, step: Step, found: Reference, layers, settings: Settings
                 some = differences.pop(mode), measured
                 partial = some if mode == "linear" else partial
             elif isinstance(rows, torch.Tensor) and mode != "linear":
-                hashes[mode] = row_hashes(rows, step.tree)
+                hashes[mode] = digests(rows[list(step.tree.clean)])
     chain = None
     held = engine.rows(step, "chain")
     linear = differences.get("linear")
