@@ -96,7 +96,7 @@ class _Live:
             own = slice(None) if place == tuple(range(len(union))) else list(place)  # a slice copies nothing
             rows, exact_rows = reference[own], None if exact is None else exact[own]
             step = self.trace and _step(self.trace, engine, item, case, rows, place, kept)
-            runs = run_case(engine, prefix, case, rows, exact_rows, settings, step)
+            runs = run_case(engine, prefix, case, rows, exact_rows, settings, step, self.dtype)
             runs = replace(runs, forward=None if forward is None else forward[list(place)], batched=strict)
             yield _LiveSubject(
                 runs=runs, reactions=first or (), live=self, problem=problem, prefix=prefix, rows=rows, step=step

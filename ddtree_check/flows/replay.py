@@ -19,7 +19,7 @@ from ..engines.checked import complete
 from ..engines.contract import ASSUMED
 from ..engines.recorded import TraceEngine, layers_to_json, tensor
 from ..judge.case import Outcome, Runs
-from ..judge.differences import Differences, join, measure, measure_any, row_hashes
+from ..judge.differences import Differences, digests, join, measure, measure_any
 from ..judge.nodes import CONTROL, MODES, reference_problem
 from ..judge.sampling.processing import Sampling
 from ..model.wiring import FORKED, Conv, State, Wiring, reads
@@ -362,7 +362,7 @@ def _runs(recorded: _Recorded, step: Step, reference: Reference, mismatch: Mappi
                 for nodes in step.order(mode):  # as they were run
                     sink(nodes, rows[nodes])
             if isinstance(rows, torch.Tensor) and engine.exact_control and mode != "linear":
-                hashes[mode] = row_hashes(rows, step.tree)
+                hashes[mode] = digests(rows[list(step.tree.clean)])
     ar = measure_any(reference.rows, reference.rows, engine.dtype)
     return Runs(
         case=case,

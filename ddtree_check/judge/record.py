@@ -13,6 +13,7 @@ from ..tree.paths import leaves_first_branch
 from . import figures
 from .case import Outcome
 from .conclude import conclude
+from .exact import summary
 from .nodes import CONTROL, judged_as, systematic
 from .reactions import Reaction
 
@@ -66,6 +67,7 @@ def make_record(
         "oracle": _oracle(outcomes),
         "leakage": _leakage(outcomes),
         "coverage": _coverage(layers, outcomes),
+        "exact": summary([outcome.bits for outcome in outcomes if outcome.bits]),
         "sensitivity": [reaction.to_json() for reaction in reactions],
     }
     return verdict.into(record)
@@ -89,6 +91,7 @@ def _case_json(outcome: Outcome) -> dict:
     for node in range(len(tree)):
         entry = figures.entry(figures.FACTS, outcome, node)
         entry["controls"] = {name: json_number(values[node]) for name, values in outcome.controls.items()}
+        entry["exact"] = outcome.bits and outcome.bits.nodes[node].to_json()
         for mode, errors in outcome.exact.items():
             entry.setdefault("oracle", {})[mode] = json_number(errors[node])
         for mode in outcome.results:
@@ -117,6 +120,7 @@ def _case_json(outcome: Outcome) -> dict:
             "outside": sorted(leak.outside),
             "clean_bitwise_equal": leak.clean_equal,
         },
+        "exact": outcome.bits and outcome.bits.to_json(),
         "commit": None if outcome.accepts is None else [accept.to_json() for accept in outcome.accepts],
         "attribution": {mode: found.to_json() for mode, found in outcome.attribution.items()},
     }
