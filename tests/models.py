@@ -75,7 +75,8 @@ def _blank_inside(tree: DraftTree) -> tuple[int, ...]:
 
 
 DROPPED = Wiring("dropped start", state=_dropped, conv=_dropped)
-WRONG = (UNFORKED, DROPPED, Wiring("blank inside", state=_blank_inside), Wiring("drawn", state=_drawn))
+BLANK_INSIDE = Wiring("blank inside", state=_blank_inside)
+WRONG = (UNFORKED, DROPPED, BLANK_INSIDE, Wiring("drawn", state=_drawn))
 WIRINGS = (FORKED, *WRONG)
 
 

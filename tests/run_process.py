@@ -1,7 +1,7 @@
 """A run that is killed at any of its steps: python -m tests.run_process VERB FOLDER FIRST STRIDE
 
 VERB is generate, with a journal, or sweep. A step is an opening or renaming of a file; a kill is SIGKILL just before
-it, as in `gate_process`. The record, if there is one, is whole; so is that of the same command run again, which leaves
+it, as in `gate_process`. The record, if there is one, is whole. So is that of the same command run again, which leaves
 nothing else behind. Prints {"steps": of a run that is not killed, "killed": how many were, "wrong": [...]}.
 """
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import glob
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterator
@@ -110,3 +111,9 @@ def unwritable(error: OSError) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     step = "make room there or name a file on another disk" if full else "expected a file in a folder"
     return f"cannot be written ({error.strerror}), {step}"
+
+
+def json_number(value: float) -> float | None:
+    """Return a JSON number; null for what is not finite, which no floor ever covers."""
+    value = float(value)
+    return value if math.isfinite(value) else None

@@ -250,7 +250,7 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
 
 
 def _run(job: Job, prompts, tree, drafts, progress) -> dict:
-    from ..engines.registry import load_engine, load_options, of_class
+    from ..engines.registry import load_engine, load_options
     from ..engines.transformers import loading
     from .batch import batch_runs, check_sizes
     from .check import check
@@ -524,7 +524,7 @@ def _check_tokenizer(source: str) -> None:
 
 def _tokenizer_fault(source: str) -> str | None:
     """Return what a tokenizer raises that is no Exception, such as a panic of its library, or None."""
-    from .engines import loading
+    from ..engines.transformers import loading
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic tells its own story, on many lines
     try:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..base.errors import UsageError, usage_errors
 from ..base.options import VERBS, check_options, group, option
+from ..judge.exact import HOW
 from ..judge.nodes import CONTROL, MODES
 from ..judge.rule import Rule
 from ..judge.sampling.processing import DECODING, RULES, Sampling
@@ -75,6 +76,10 @@ class Checks:
     attribute: bool | None = option(
         None, "Look for where every failing mode goes wrong, the control too. Default: the required modes."
     )
+    exact: str = option(
+        "leaves", "What must not change a bit: off, leaves with few passes, or all with every edge, order and commit.",
+        "HOW", choices=HOW,
+    )  # fmt: skip
     vocab_size: int | None = option(
         None, "Tokens; logits after them are padding. Default: the model's.", "N", least=2, verbs=VERBS
     )

@@ -42,6 +42,8 @@ class CellResult:
 
     def __post_init__(self):
         kinds = {"cell": str, "verdict": str, "exit_code": int, "reason": str, "seconds": float, "record": bool}
+        if isinstance(self.exit_code, ExitCode):
+            object.__setattr__(self, "exit_code", int(self.exit_code))
         for name, kind in kinds.items():
             if type(getattr(self, name)) is not kind:
                 raise ValueError(f"cell: {name} is {getattr(self, name)!r:.40}, expected {kind.__name__}")

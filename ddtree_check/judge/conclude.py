@@ -66,12 +66,15 @@ def conclude(
         verdict.add(INCONCLUSIVE, str(calm))
     outside = sum(len(leak.outside) for leak in leaks)
     unequal = sum(leak.clean_equal is False for leak in leaks)
-    if outside or unequal:
+    lawless = sum(bool(leak.law and not leak.law.kept) for leak in leaks)
+    if outside or unequal or lawless:
         verdict.sensitive = False
         what = (
             f"{counted(outside, 'node')} moved outside the leak law"
             if outside
             else f"clean nodes differ in {counted(unequal, 'case')}"
+            if unequal
+            else f"foreign tokens move other nodes than the leak law says in {counted(lawless, 'case')}"
         )
         verdict.add(INCONCLUSIVE, f"the unforked control is off: {what}; the forked verdict is not proven")
     for mode in required:

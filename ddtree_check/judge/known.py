@@ -49,7 +49,7 @@ class KnownFailure:
                 f"known failure {self.id}: versions {self.versions!r}, expected such as '==5.19.*'"
             ) from None
 
-    def covers(self, model_type: str, versions: dict) -> bool:
+    def covers(self, model_type: str | None, versions: Mapping) -> bool:
         """True for this family under the library version that `versions` (by library name) holds."""
         version = versions.get(self.library)
         return model_type in self.families and version is not None and version in SpecifierSet(self.versions)
@@ -73,6 +73,11 @@ def load_known(path: Path | None = None) -> tuple[KnownFailure, ...]:
         with named(f"{path}: entry {number}"):
             found.append(KnownFailure(**entry | {"families": tuple(entry["families"])}))
     return tuple(found)
+
+
+def known_for(environment: Mapping) -> list[KnownFailure]:
+    """Return the entries that cover a run, by what its engine describes."""
+    return [entry for entry in load_known() if entry.covers(environment.get("model_type"), environment)]
 
 
 def excuse(

@@ -262,7 +262,7 @@ def test_the_embedded_model_drafts_with_its_drafter():
 # --- a bad drafter is no bad verify ----------------------------------------------------------------------------------
 
 
-def decode(make=lambda drafter: drafter, count=4, rounds=6, modes=("linear", "tree_forked"), budget=12) -> dict:
+def decode(make=lambda drafter: drafter, count=3, rounds=4, modes=("linear", "tree_forked"), budget=12) -> dict:
     drafter = make(load(DRAFTER, target()))
     items = [Item(name, tokens, drafter=drafter) for name, tokens in prompts()[:count]]
     settings = Settings(draft="dflash", budgets=(budget,))
@@ -270,7 +270,7 @@ def decode(make=lambda drafter: drafter, count=4, rounds=6, modes=("linear", "tr
 
 
 @functools.cache
-def clean(count=4, rounds=6) -> dict:
+def clean(count=3, rounds=4) -> dict:
     return decode(count=count, rounds=rounds, modes=("linear", "tree_forked", "tree_unforked"))
 
 

@@ -16,8 +16,7 @@ from ddtree_check.flows import batch as module
 from ddtree_check.flows.batch import batch_runs, compositions
 from ddtree_check.flows.check import Item, Settings
 from ddtree_check.judge.commit import compare_contents
-from ddtree_check.model.mixers import causal_conv, decay
-from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Plans
+from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.report.terminal import batch_blocks, titled
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty
@@ -99,23 +98,6 @@ def test_rows_move_and_fork_bit_for_bit():
     prefixes = [host.prefill(item.tokens) for item in ITEMS]
     for place, found in zip((2, 0, 0, 1), host.batches().reorder(prefixes, (2, 0, 0, 1)), strict=True):
         assert apart(host, prefixes[place], found) == 0 and found.length == prefixes[place].length
-
-
-def test_mixers_take_a_wiring_for_each_request():
-    cases = [tree("random", 9, seed=1), tree("comb", 9, seed=2)]
-    sources = [list(case.parents) for case in cases]
-    sources[1][4] = BLANK
-    rates = -torch.rand(2, 3, 10)
-    together = decay.along(rates, sources)
-    rows, committed, weight = torch.randn(2, 5, 10), torch.randn(2, 5, 3), torch.randn(5, 4)
-    plans = [FORKED.plan(case) for case in cases]
-    mixed = causal_conv.tree_form(committed, rows, weight, None, Plans(tuple(plans)).windows(4))
-    for request, plan in enumerate(plans):
-        alone = decay.along(rates[request], sources[request])
-        for name in ("between", "from_start"):
-            assert torch.allclose(getattr(together, name)[request], getattr(alone, name), atol=1e-6)
-        own = causal_conv.tree_form(committed[request], rows[request], weight, None, plan.windows(4))
-        assert torch.allclose(mixed[request], own, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,9 @@ FAULTS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_tree_pass_is_a_defect_at_its_first_node(fault, dtype):
-    case = tree("random", 16, seed=4)
+    case = tree("random", 9, seed=4)
     host = Faulty(engine("qwen3_5_text", dtype), forked=fault)
-    record = check(host, [Item("p", prompt(12), tree=case)], SETTINGS)
+    record = check(host, [Item("p", prompt(12), tree=case)], replace(SETTINGS, attribute=False))
     assert record["verdict"]["modes"]["tree_forked"] == "fail" and record["exit_code"] == 1
     bad = [n["node"] for n in record["cases"][0]["nodes"] if n["tree_forked"]["verdict"] in ("leak", "flip")]
     plan = fault.plan(case)
@@ -380,11 +380,14 @@ def test_a_known_failure_excuses_no_other_failure_of_its_mode(family, wiring):
 
 
 def test_known_failures_are_named_and_do_not_turn_the_exit_code(monkeypatch):
-    entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
-    monkeypatch.setattr("ddtree_check.flows.check.load_known", lambda: (entry,))
+    entry = KnownFailure(
+        "bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1", "state=flat"
+    )
+    monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
     host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]))
     host.describe = lambda: engine("qwen3_5_text").describe() | {"model_type": "qwen3_5_text"}
-    record = check(host, ITEMS[:1], SETTINGS)
+    unsought = replace(SETTINGS, attribute=False)  # nobody asks whether the logits are those of state=flat
+    record = check(host, ITEMS[:1], unsought)
     assert record["verdict"]["modes"] == {"linear": "known_failure", "tree_forked": "pass", "tree_unforked": "fail"}
     assert record["exit_code"] == 0 and "bent: bends" in record["cases"][0]["modes"]["linear"]["reason"]
     assert record["cases"][0]["attribution"] == {}

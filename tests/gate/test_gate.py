@@ -626,9 +626,8 @@ def test_a_cell_whose_time_is_up_is_stopped_with_all_it_started(here, monkeypatc
 
 def test_a_cell_ends_with_its_gate(here):
     script = f"from pathlib import Path; from ddtree_check.gate import cells; cells.CHILD = {SLEEPER!r}; "
-    script += (
-        "cells.run_cell(cells.Cell('x', __import__('ddtree_check.flows.job').job.Job(), 900.0), Path('r'), Path('l'))"
-    )
+    script += "from ddtree_check.flows.job import Job; "
+    script += "cells.run_cell(cells.Cell('x', Job(), 900.0), Path('r'), Path('l'))"
     gate = subprocess.Popen([sys.executable, "-c", script])
     end = time.monotonic() + 30
     while not Path("pids").exists() and time.monotonic() < end:

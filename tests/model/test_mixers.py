@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ddtree_check.model.mixers import causal_conv, decay, gated_delta
-from ddtree_check.model.wiring import FORKED, UNFORKED
-from tests.models import DROPPED, TREES, WIRINGS, WRONG, farthest, folded, folded_by_head, off, tree
+from ddtree_check.model.wiring import FORKED, UNFORKED, Plans
+from tests.models import BLANK_INSIDE, DROPPED, TREES, WIRINGS, WRONG, farthest, folded, folded_by_head, off, tree
 
 HEADS, K, V, D, W = 3, 8, 6, 5, 4
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -97,7 +97,7 @@ def test_fast_decay_keeps_its_precision():
 def test_decays_of_several_requests_are_those_of_each():
     trees = [tree("random", 16, seed=seed) for seed in (1, 2)]
     logs = -torch.rand(2, HEADS, len(trees[0]), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    sources = [FORKED.plan(trees[0]).state, DROPPED.plan(trees[1]).state]
+    sources = [FORKED.plan(trees[0]).state, BLANK_INSIDE.plan(trees[1]).state]
     alone = [decay.along(own, source) for own, source in zip(logs, sources, strict=True)]
     both = decay.along(logs, sources)
     for name in ("between", "from_start"):
@@ -136,6 +136,16 @@ def test_convolution_over_a_tree_equals_its_fold():
         if got.dtype != torch.float64 or not error <= 1e-14:
             wrong.append(f"{name}, {wiring.name}, {kept} kept: off by {error:.2e} in {got.dtype}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_windows_of_several_requests_are_those_of_each():
+    plans = [wiring.plan(tree("random", 16, seed=seed)) for seed, wiring in ((1, FORKED), (2, DROPPED))]
+    committed, rows, weight, bias = conv_inputs(len(plans[0].tree), torch.float64)
+    committed, rows = (torch.stack([x, 2 * x]) for x in (committed, rows))
+    together = causal_conv.tree_form(committed, rows, weight, bias, Plans(tuple(plans)).windows(W))
+    for request, plan in enumerate(plans):
+        alone = causal_conv.tree_form(committed[request], rows[request], weight, bias, plan.windows(W))
+        torch.testing.assert_close(together[request], alone, rtol=0, atol=1e-14)
 
 
 def test_a_shifted_window_is_told_apart():

@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(WHY is not None, reason=str(WHY)),
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # exp(-x) of SiLU's far tail
 ]
-WHOLE, FEW = ("float32", "bfloat16"), ("batch", "best-first", "braid")
-ALL = [made for made in suite(KINDS) if made.dtype == made.state_dtype in WHOLE or made.family in FEW]
+CALLS = list(dict.fromkeys((made.kind, made.dtype, made.state_dtype) for made in suite(KINDS)))
+FEW = ("batch", "best-first", "braid")
 LONG = [
     made
     for kind in ("conv", *STATES)
@@ -107,16 +107,32 @@ class TestSGLang(FaultTests):
         assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("made", ALL, ids=lambda made: made.id)
-def test_sglang_kernels_hold_the_bounds(made):
-    result = check(getattr(sglang, made.kind), made)
-    assert [str(thing) for thing in (*result.problems, *result.findings)] == []
-    assert result.judged
-    if made.inputs == "plain" and made.dtype == made.state_dtype == "float32":
-        output, state = MEASURED[made.kind]
-        worst = result.worst
-        assert worst.get("output", 0) <= output
-        assert max(worst.get(part, 0) for part in ("state", "window", "pool")) <= state
+def chosen(made) -> bool:
+    """Every tree in float32, every kind of numbers in bfloat16 too; how a tree is walked does not hang on the dtype."""
+    if made.dtype == made.state_dtype == "bfloat16":
+        return made.family not in FAMILIES or made.family in FEW or not made.forked
+    return made.dtype == made.state_dtype == "float32" or made.family in FEW
+
+
+@pytest.mark.parametrize(("kind", "dtype", "state_dtype"), CALLS)
+def test_sglang_kernels_hold_the_bounds(kind, dtype, state_dtype):
+    cases = [made for made in suite([kind], [(dtype, state_dtype)]) if chosen(made)]
+    assert cases
+    wrong = []
+    for made in cases:
+        result = check(getattr(sglang, kind), made)
+        wrong += [str(thing) for thing in (*result.problems, *result.findings)]
+        if not result.judged:
+            wrong.append(f"{made.id}: not judged")
+        if made.inputs == "plain" and dtype == state_dtype == "float32":
+            output, state = MEASURED[kind]
+            worst = (
+                result.worst.get("output", 0),
+                max(result.worst.get(part, 0) for part in ("state", "window", "pool")),
+            )
+            if not (worst[0] <= output and worst[1] <= state):
+                wrong.append(f"{made.id}: outputs and states off by {worst}, measured {(output, state)}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("made", LONG, ids=lambda made: made.id)
