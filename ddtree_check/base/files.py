@@ -75,18 +75,19 @@ def clear_parts(folder: Path, name: str = "*") -> None:
     with contextlib.suppress(OSError):
         for part in folder.glob(f".{name}.*{PART}"):
             pid = part.name.removesuffix(PART).rpartition(".")[2]
-            if pid.isdecimal() and not _runs(int(pid)):
+            if pid.isdecimal() and (int(pid) == os.getpid() or not runs(int(pid))):
                 part.unlink()
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Return whether a process is under way, as far as this machine can tell."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # another user's
         pass
-    return pid != os.getpid()
+    return True
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..base.files import runs
 from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _bits_wide, _host, _whole, widen
 from .read import HEADER_BYTES, _same_header, parse_step, read_raw
 
@@ -236,16 +236,9 @@ class StepWriter:
 
 
 def _alive(part: str) -> bool:
-    """Whether the process that owns a part file still runs, as far as this machine can tell."""
+    """Return whether the process that owns a part file is under way."""
     pid = part.removeprefix(".").partition("-")[0]
-    if not pid.isdigit():
-        return False
-    with contextlib.suppress(PermissionError):
-        try:
-            os.kill(int(pid), 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-    return True
+    return pid.isdecimal() and runs(int(pid))
 
 
 def _ints(values) -> list[int]:
