@@ -113,7 +113,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
         "--prompts {in}/good.jsonl",
         0,
     ),
-    ("budget-0", "--budget 0", "budget: got '0', expected numbers of at least 1", "--budget 1", 0),
+    ("budget-0", "--budget 0", "budget: got '0', expected numbers of at least 1", "--budget 1", 2),
     ("budget-word", "--budget 16,x", "budget: got '16,x', expected numbers", "--budget 3,3", 0),
     ("limit-0", "--limit 0", "limit: got 0, expected a number of at least 1", "--limit 2", 0),
     ("limit-word", "--limit x", "Invalid value for '--limit'", "--limit 2", 0),
@@ -162,7 +162,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
         "--limit 2 --draft recorded:{in}/drafts.jsonl",
         "holds 1 drafts, expected one for each prompt up to number 2",
         "--draft recorded:{in}/drafts.jsonl",
-        0,
+        2,  # one node, which forks nothing
     ),
     (
         "draft-token",

@@ -327,7 +327,7 @@ def test_a_pass_that_is_known_to_be_wrong_may_leave_a_wrong_state(monkeypatch):
         linear=lambda logits: logits.flip(-1),
         commit=lambda *given: fault(*given) if given[1].plan is None else given[3],
     )
-    record = commits(host, accept=("branch",))
+    record = commits(host, accept=("branch",), attribute=False)  # nobody asks whose logits they are
     assert verdicts(record, "linear") == {SIDE: "fail"} and record["exit_code"] == 0
     monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: ())
     assert commits(host, accept=("branch",))["exit_code"] == 1
