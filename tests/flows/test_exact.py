@@ -364,7 +364,7 @@ def test_what_an_engine_cannot_vary_is_said(small):
 
 
 def checked(engine, **settings) -> dict:
-    return check(engine, [Item("one", PROMPT, TREE)], Settings(exact="leaves", **settings))
+    return check(engine, [Item("one", PROMPT, TREE)], Settings(**{"exact": "leaves"} | settings))
 
 
 def test_a_comparison_holds_the_evidence_of_every_node():
