@@ -33,8 +33,10 @@ def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, s
 
     step: a step of a trace to add them to. dtype: the one whose rules judge.
     """
-    tree, watch = case.tree, Watch(engine, case, reference, settings, step)
-    wiring = wirings(settings.control)
+    tree, wiring = case.tree, wirings(settings.control)
+    # Without a recurrence the engine's own pass and its tree path are the same pass.
+    twin = "chain" if reads(engine.layers, Conv, State) else "linear"
+    watch = Watch(engine, case, reference, settings, step, _in_bits(engine, settings, twin))
     differences, missing, errors = {}, {}, {"ar": absolute(exact, reference)}
 
     def chains(name: str, limit: int | None = None, oracle=None):
@@ -43,7 +45,8 @@ def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, s
 
     def whole(name: str) -> torch.Tensor:
         logits = engine.verify(prefix, tree, wiring[name]).logits
-        watch.sink(name, wiring[name])(range(len(tree)), logits)
+        if sink := watch.sink(name, wiring[name]):
+            sink(range(len(tree)), logits)
         return logits
 
     def tried(name: str, run: Callable, *given):
@@ -54,8 +57,6 @@ def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, s
 
     if linear := tried("linear", chains, None, exact):
         differences["linear"], _, errors["linear"] = linear
-    # Without a recurrence the engine's own pass and its tree path are the same pass.
-    twin = "chain" if reads(engine.layers, Conv, State) else "linear"
     chain = tried("chain", chains, settings.controls) if twin == "chain" else linear
     library = None
     for mode in ("tree_forked", CONTROL):
@@ -128,6 +129,12 @@ def attempt(refusal: str | None, run: Callable):
         return None, str(error)
 
 
+def _in_bits(engine, settings: Settings, chain: str) -> tuple[str, ...]:
+    """Return the passes whose rows are compared in bits. chain: the one that runs the paths as chains."""
+    trees = ("tree_forked", CONTROL)
+    return (*trees, chain) if settings.exact != "off" else trees if engine.exact_control else ()
+
+
 def _exact(engine, prefix, case: Case, settings: Settings, rows: dict, chain: str, dtype: str) -> Exact | None:
     """Run the exact checks of one tree, or return None if they are off or there is no forked pass.
 
@@ -156,10 +163,15 @@ def _exact(engine, prefix, case: Case, settings: Settings, rows: dict, chain: st
 
 
 class Watch:
-    """What looks at the rows of one tree's passes as they are made: sampling, ties, digests, and a step of a trace."""
+    """What looks at the rows of one tree's passes as they are made: sampling, ties, digests, and a step of a trace.
 
-    def __init__(self, engine, case: Case, reference: torch.Tensor, settings: Settings, step=None):
-        self.engine, self.case, self.settings, self.step = engine, case, settings, step
+    in_bits: the passes whose rows get digests.
+    """
+
+    def __init__(
+        self, engine, case: Case, reference: torch.Tensor, settings: Settings, step=None, in_bits: Sequence[str] = ()
+    ):
+        self.engine, self.case, self.settings, self.step, self.in_bits = engine, case, settings, step, in_bits
         self.tracks, self.ties = Tracks(engine, case, reference, settings), TieTrack(engine, case.tree, reference)
         self.digests: dict[str, dict[int, int | None]] = {}
 
@@ -168,17 +180,19 @@ class Watch:
         forked, unforked = (self.digests.get(mode) for mode in ("tree_forked", CONTROL))
         return forked and unforked and all(forked[node] == unforked[node] for node in self.case.tree.clean)
 
-    def sink(self, name: str, wiring: Wiring | None = None) -> Callable:
-        """Return what takes (nodes, logits) of a pass."""
+    def sink(self, name: str, wiring: Wiring | None = None) -> Callable | None:
+        """Return what takes (nodes, logits) of a pass, or None if nobody looks at it."""
         claim = wiring.name if wiring else "engine"
 
         def add(nodes, logits):
-            self.digests.setdefault(name, {}).update(zip(nodes, digests(logits), strict=True))
+            if name in self.in_bits:
+                self.digests.setdefault(name, {}).update(zip(nodes, digests(logits), strict=True))
             if self.step is not None:
                 own = _own_rows(self.engine, name, self.case, nodes, logits, self.settings.sampling)
                 self.step.add(name, logits, nodes=nodes, width=len(self.case.tree), wiring=claim, **own)
 
-        return self.tracks.sink(name, self.ties.sink(name, add))
+        looked = name in self.in_bits or self.step is not None
+        return self.tracks.sink(name, self.ties.sink(name, add if looked else None))
 
     def findings(self, ar: Differences, differences: dict[str, Differences]) -> dict:
         """Return the fields of Runs that hold what was seen, the differences with the tokens that the engine took."""
