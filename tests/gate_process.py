@@ -17,6 +17,8 @@ import signal
 import sqlite3
 import sys
 import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -124,26 +126,40 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
+def killed_at(steps: Iterable[int], prepare: Callable, work: Callable, hold: Callable) -> list[str]:
+    """Kill work(folder, step) at each of its steps and return what `hold(folder)` then finds wrong, a line each.
+
+    prepare: makes the folder afresh.
+    """
+    wrong = []
+    for step in steps:
+        folder = prepare()
+        ended = forked(partial(work, folder, step))
+        if ended != -signal.SIGKILL:
+            wrong.append(f"step {step}: ended {ended}, expected a kill")
+        try:
+            hold(folder)
+        except Exception as error:
+            wrong.append(f"step {step}: {type(error).__name__}: {error}")
+    return wrong
+
+
 def main() -> int:
     root, first, stride = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     html._plotly = str  # reading and packing it takes longer than all the rest
     html.render(hand_record("warm/1"))  # modules that are imported late are no files of ours
     whole = fresh(root / "whole")
     assert forked(lambda: freeze(whole, count=root / "count")) == 0
-    steps, right, wrong = int((root / "count").read_text()), outcome(whole), []
+    steps, right = int((root / "count").read_text()), outcome(whole)
     todo = range(first, steps + 1, stride)
-    for step in todo:
-        folder = fresh(root / "killed")
-        ended = forked(lambda: freeze(folder, step))  # noqa: B023
-        if ended != -signal.SIGKILL:
-            wrong.append(f"step {step}: ended {ended}, expected a kill")
-        try:
-            frozen = load_baseline(folder / "baseline.json")
-            assert frozen is None or frozen.cells == right["baseline"], "baseline"
-            assert forked(lambda: freeze(folder)) == 0, "resumed"  # noqa: B023
-            assert outcome(folder) == right, "outcome"
-        except Exception as error:
-            wrong.append(f"step {step}: {type(error).__name__}: {error}")
+
+    def hold(folder: Path) -> None:
+        frozen = load_baseline(folder / "baseline.json")
+        assert frozen is None or frozen.cells == right["baseline"], "baseline"
+        assert forked(lambda: freeze(folder)) == 0, "resumed"
+        assert outcome(folder) == right, "outcome"
+
+    wrong = killed_at(todo, lambda: fresh(root / "killed"), freeze, hold)
     print(json.dumps({"steps": steps, "killed": len(todo), "wrong": wrong}))
     return 0
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from ddtree_check.cli.main import main as run
 from ddtree_check.report.record import load_record
 from tests import own_engine
-from tests.gate_process import Steps, forked, fresh
+from tests.gate_process import Steps, forked, fresh, killed_at
 
 OPTIONS = {
     "generate": ("--rounds", "2", "--budget", "3", "--journal", "{folder}/journal.jsonl"),
@@ -71,20 +71,16 @@ def main() -> int:
     code = once(verb, prepared(root / "warm"))  # what is imported late is imported
     whole = prepared(root / "whole")
     assert forked(lambda: once(verb, whole, count=root / "count")) == code
-    steps, right, wrong = int((root / "count").read_text()), outcome(whole), []
+    steps, right = int((root / "count").read_text()), outcome(whole)
     todo = range(first, steps + 1, stride)
-    for step in todo:
-        folder = prepared(root / "killed")
-        ended = forked(lambda: once(verb, folder, step))  # noqa: B023
-        if ended != -signal.SIGKILL:
-            wrong.append(f"step {step}: ended {ended}, expected a kill")
-        try:
-            if (folder / "r.json").exists():
-                load_record(folder / "r.json", rounds=True)
-            assert forked(lambda: once(verb, folder)) == code, "run again"  # noqa: B023
-            assert outcome(folder) == right, "outcome"
-        except Exception as error:
-            wrong.append(f"step {step}: {type(error).__name__}: {error}")
+
+    def hold(folder: Path) -> None:
+        if (folder / "r.json").exists():
+            load_record(folder / "r.json", rounds=True)
+        assert forked(lambda: once(verb, folder)) == code, "run again"
+        assert outcome(folder) == right, "outcome"
+
+    wrong = killed_at(todo, lambda: prepared(root / "killed"), partial(once, verb), hold)
     print(json.dumps({"steps": steps, "killed": len(todo), "wrong": wrong}))
     return 0
 
