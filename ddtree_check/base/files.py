@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import glob
 import json
@@ -112,6 +113,11 @@ def unwritable(error: OSError) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     step = "make room there or name a file on another disk" if full else "expected a file in a folder"
     return f"cannot be written ({error.strerror}), {step}"
+
+
+def now() -> str:
+    """Return the time in UTC, to the second, as records hold it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def json_number(value: float) -> float | None:

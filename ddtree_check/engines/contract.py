@@ -1,4 +1,4 @@
-"""Engines: they compute logits for a tree and keep its states. They hold no tolerance, no verdict and no printing."""
+"""The contract of an engine: each part with its law, and the defaults of what an engine lacks."""
 
 from __future__ import annotations
 

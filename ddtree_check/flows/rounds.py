@@ -8,7 +8,6 @@ tree, long after the texts have parted.
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from .. import __version__
 from ..base.conclusion import INCONCLUSIVE, Conclusion, ExitCode
 from ..base.errors import Unsupported, UsageError
-from ..base.files import json_number
+from ..base.files import json_number, now
 from ..base.journal import append_journal, resume_journal
 from ..base.words import counted
 from ..engines.checked import complete
@@ -569,7 +568,7 @@ def make_record(engine, rounds: dict, settings: Settings, model: dict) -> dict:
     """The record of rounds alone."""
     return {
         "schema": SCHEMA,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now(),
         "environment": {"ddtree_check": __version__, **engine.describe()},
         "model": model,
         "settings": settings.to_json(),

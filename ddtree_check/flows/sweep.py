@@ -7,7 +7,6 @@ have accepted of the same trees is only noted.
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from .. import __version__
 from ..base.conclusion import DEFECT, INCONCLUSIVE, PASS, Conclusion
 from ..base.errors import Unsupported, UsageError
+from ..base.files import now
 from ..engines.checked import Checked, complete
 from ..judge.nodes import CONTROL
 from ..model.wiring import Conv, State, Wiring, contaminated, reads
@@ -126,7 +126,7 @@ def sweep(
     ]
     record = {
         "schema": SCHEMA,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now(),
         "environment": {"ddtree_check": __version__, **engine.describe()},
         "model": model or engine.provenance,
         "settings": settings.to_json() | {"blocks": list(blocks)},

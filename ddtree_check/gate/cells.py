@@ -42,11 +42,10 @@ class CellResult:
 
     def __post_init__(self):
         kinds = {"cell": str, "verdict": str, "exit_code": int, "reason": str, "seconds": float, "record": bool}
-        if isinstance(self.exit_code, ExitCode):
-            object.__setattr__(self, "exit_code", int(self.exit_code))
         for name, kind in kinds.items():
-            if type(getattr(self, name)) is not kind:
-                raise ValueError(f"cell: {name} is {getattr(self, name)!r:.40}, expected {kind.__name__}")
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+                raise ValueError(f"cell: {name} is {value!r:.40}, expected {kind.__name__}")
         if self.exit_code not in list(ExitCode) or not 0 <= self.seconds < math.inf:
             raise ValueError(f"cell: exit code {self.exit_code} after {self.seconds} s, expected 0 to 3 and a time")
 

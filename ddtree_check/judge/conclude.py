@@ -1,4 +1,4 @@
-"""Differences and their floor ─► a verdict per node, per mode and for the run. Runs nothing, prints nothing."""
+"""The results of all cases ─► one verdict and exit code for the run. Runs nothing, prints nothing."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def excuse(
         held = [(number, case[entry.mode]) for number, case in enumerate(cases) if entry.mode in case]
         fails = [(number, result) for number, result in held if result.verdict == "fail" and result.finite]
         for number, result in fails:
-            found = findings[number].get(entry.mode) if entry.explained and findings else None
+            found = findings[number].get(entry.mode) if findings else None
             if found and found.mode == entry.mode and found.nodes and found.explained != entry.explained:
                 reason = f"{result.reason}; not {entry.id}: its logits are not those of {entry.explained}"
                 cases[number][entry.mode] = replace(result, reason=reason)

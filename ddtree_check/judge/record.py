@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..base.files import json_number
+from ..base.files import json_number, now
 from ..model.wiring import Attention, Conv, Layer, State
 from ..tree.paths import leaves_first_branch
 from . import figures
@@ -46,7 +45,7 @@ def make_record(
     cases = [_case_json(outcome) for outcome in outcomes]
     record = {
         "schema": SCHEMA,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now(),
         "environment": environment,
         "model": model | {"layers_by_kind": _layer_kinds(layers)},
         "settings": settings.to_json(),

@@ -6,7 +6,6 @@ the same run is its neighbour and must stay green; the same run without the faul
 
 from __future__ import annotations
 
-import datetime
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from transformers import AutoConfig
 from .. import __version__
 from ..base.conclusion import DEFECT, Conclusion
 from ..base.errors import Unsupported, UsageError, usage_errors
+from ..base.files import now
 from ..base.resources import DRAFTER, EMBEDDED
 from ..engines.capacity import plan
 from ..engines.dflash import load as load_drafter
@@ -593,7 +593,7 @@ def run(
             conclusion.add(DEFECT, _reason(result))
     record = {
         "schema": SCHEMA,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now(),
         "environment": {"ddtree_check": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()},
         "kinds": KINDS,
         "results": results,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-import datetime
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from .. import __version__
 from ..base.errors import Unsupported, UsageError
+from ..base.files import now
 from ..base.journal import append_journal, resume_journal
 from ..tree.case import Prompt
 from .api import Api, Completion, Failed
@@ -97,7 +97,7 @@ def run_servers(
     found = conclude([done[prompt.id] for prompt in prompts], rule)
     return {
         "schema": SCHEMA,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now(),
         "environment": {"ddtree_check": __version__, **where},
         "settings": asdict(settings) | {"rule": asdict(rule)},
         "cannot_see": list(BLIND),

@@ -1,4 +1,4 @@
-"""Traces: passes that were run elsewhere, in files (docs/trace.md). Needs numpy alone: any engine can write one.
+"""Read traces: passes that were run elsewhere, in files (docs/trace.md).
 
 Nothing a file says is believed before it is checked against the file's own size, no memory is taken by a header's word,
 no file names another, and nothing is unpickled.

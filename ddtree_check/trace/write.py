@@ -1,8 +1,7 @@
-"""Write a trace, a file a step, within a bound on its bytes."""
+"""Write a trace, a file a step, within a bound on its bytes. Needs numpy alone: any engine can write one."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base.files import runs
+from ..base.files import now, runs
 from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _bits_wide, _host, _whole, widen
 from .read import HEADER_BYTES, _same_header, parse_step, read_raw
 
@@ -36,7 +35,7 @@ class TraceWriter:
             raise ValueError(f"trace: max_bytes {max_bytes!r:.40}, expected a number of at least 1")
         if top is not None and (not _whole(top) or top < 2):
             raise ValueError(f"trace: top {top!r:.40}, expected a number of at least 2")
-        header.setdefault("created", datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+        header.setdefault("created", now())
         self.header = Header(**header)
         self._text = json.dumps(self.header.to_json(), allow_nan=False)
         self.header = Header.from_json(json.loads(self._text))  # as it will be read back

@@ -1,4 +1,4 @@
-"""Where draft trees come from: marginals and a budget (best-first), published and drawn shapes, recorded drafts."""
+"""Read and write recorded drafts, marginals or trees, and make the tree of one."""
 
 from __future__ import annotations
 
