@@ -27,7 +27,10 @@ OF_ONE_RUN = ("created", "command", "pass_ms", "tokens_per_second", "answers")
 
 
 class Whole(own_engine.Steps):
-    """An engine that rounds can be run on."""
+    """An engine that rounds can be run on, in any wiring."""
+
+    def supports(self, wiring):
+        return None
 
     def commit(self, verified, node):
         return self.standing(verified.states[node])
@@ -68,6 +71,7 @@ def prepared(folder: Path) -> Path:
 
 def main() -> int:
     verb, root, first, stride = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    root.mkdir(parents=True, exist_ok=True)
     code = once(verb, prepared(root / "warm"))  # what is imported late is imported
     whole = prepared(root / "whole")
     assert forked(lambda: once(verb, whole, count=root / "count")) == code

@@ -92,7 +92,7 @@ def stored_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise UsageError(
-                f"model: {path} cannot be loaded: it is corrupt ({error!s:.120}); download it again"
+                f"model: {path.parent} holds a corrupt safetensors file ({path.name}: {error!s:.99}); download it again"
             ) from None
     return shapes
 

@@ -197,11 +197,6 @@ def validate(config: Config) -> None:
             parse_dtype(cell.job.dtype, None)
         except UsageError as error:
             raise UsageError(f"{config.path}: case {cell.name}: {error}") from None
-        except SystemExit as error:  # of a stranger's module
-            raise UsageError(
-                f"{config.path}: case {cell.name}: engine {cell.job.engine} ends its process ({error.code!r:.60}), "
-                "expected a module that can be imported here"
-            ) from None
 
 
 def fingerprint(config: Config) -> str:

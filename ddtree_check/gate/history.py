@@ -40,13 +40,6 @@ class CellNight:
     seconds: float
     metrics: Mapping[str, float | None]
 
-    def __post_init__(self):
-        numbers = [self.seconds, *(value for value in self.metrics.values() if value is not None)]
-        if not all(isinstance(value, str) for value in (self.verdict, self.reason, *self.metrics)):
-            raise ValueError("a verdict, reason or name that is no text")
-        if not isinstance(self.exit_code, int) or not all(isinstance(v, float) and math.isfinite(v) for v in numbers):
-            raise ValueError("an exit code, time or metric that is no number")
-
 
 @dataclass(frozen=True)
 class Night:
@@ -102,7 +95,19 @@ def _cells(db: sqlite3.Connection, run: str) -> dict[str, CellNight]:
     rows = db.execute(
         "SELECT cell, verdict, reason, exit_code, seconds FROM cells WHERE run = ? ORDER BY rowid", (run,)
     ).fetchall()
-    return {name: CellNight(*rest, metrics.get(name, {})) for name, *rest in rows}
+    return {name: _cell(*rest, metrics.get(name, {})) for name, *rest in rows}
+
+
+def _cell(verdict, reason, exit_code, seconds, metrics: dict) -> CellNight:
+    """Return a cell as it was stored. Raises ValueError for values of other kinds, which SQLite keeps in any column."""
+    numbers = [seconds, *(value for value in metrics.values() if value is not None)]
+    if not all(isinstance(value, str) for value in (verdict, reason, *metrics)):
+        raise ValueError("a verdict, reason or name that is no text")
+    if not isinstance(exit_code, int) or not all(
+        isinstance(value, float) and math.isfinite(value) for value in numbers
+    ):
+        raise ValueError("an exit code, time or metric that is no number")
+    return CellNight(verdict, reason, exit_code, seconds, metrics)
 
 
 def check_history(path: str | Path) -> None:

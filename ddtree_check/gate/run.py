@@ -19,7 +19,7 @@ from pathlib import Path
 from .. import __version__
 from ..base.conclusion import DEFECT, INCONCLUSIVE, PASS, ExitCode, combine
 from ..base.errors import UsageError, usage_errors
-from ..base.files import check_writable, clear_parts, write_text
+from ..base.files import check_writable, clear_parts, json_number, write_text
 from ..base.journal import append_journal, read_journal
 from ..base.words import counted
 from ..report import html, junit, nightly
@@ -229,7 +229,7 @@ def _trend(cell: str, name: str, metric: Metric, earlier: Sequence[Night]) -> di
     ]
     found: dict[str, object] = {"value": metric.value, "unit": metric.unit, "nights": len(before)}
     if before:
-        found |= {"median": statistics.median(before), "low": min(before), "high": max(before)}
+        found |= {"median": json_number(statistics.median(before)), "low": min(before), "high": max(before)}
         if metric.value is not None:
             found["new"] = "high" if metric.value > max(before) else "low" if metric.value < min(before) else None
     return found

@@ -98,6 +98,7 @@ class _Known:
         return float(own.max() - shift - other.values.min()) if len(own) else 0.0
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is not finite is told by the figures
 def _measure_top(reference: _Known, run: _Known, dtype: torch.dtype) -> dict[str, float | int]:
     _, mine, theirs = np.intersect1d(run.ids, reference.ids, assume_unique=True, return_indices=True)
     difference = run.values[mine] - reference.values[theirs]

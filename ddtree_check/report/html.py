@@ -18,6 +18,7 @@ from html import escape
 from pathlib import Path
 
 from ..base.conclusion import DEFECT, PASS, USAGE
+from ..base.files import json_number
 from ..base.words import counted
 from ..judge import figures
 from ..judge.figures import HOVER
@@ -374,7 +375,7 @@ def _leak_figure(record: dict, key: str, title: str) -> dict | None:
         for name, ys in counts.items()
     ]
     finite = [[value["max_abs"] for value in groups[x] if value["max_abs"]] for x in xs]
-    medians = [statistics.median(values) if values else None for values in finite]
+    medians = [json_number(statistics.median(values)) if values else None for values in finite]
     data.append(
         {"type": "scatter", "mode": "lines+markers", "x": xs, "y": medians, "name": "median |Δ|", "yaxis": "y2",
          "line": {"color": "#000"}}

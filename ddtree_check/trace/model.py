@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -261,9 +262,12 @@ def _json(what: str, text: str | bytes) -> dict:
     def refuse(name):
         raise ValueError(f"{what}: {name}, expected numbers that JSON knows")
 
+    def finite(digits):
+        return float(digits) if math.isfinite(float(digits)) else refuse(digits)
+
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
-        found = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+        found = json.loads(text, object_pairs_hook=once, parse_constant=refuse, parse_float=finite)
     except UnicodeDecodeError:
         raise ValueError(f"{what}: not UTF-8, expected JSON") from None
     except json.JSONDecodeError as error:

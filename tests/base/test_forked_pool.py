@@ -49,8 +49,16 @@ def test_a_worker_that_is_killed_is_one_line():
     assert list(apart(str, range(2), 2)) == ["0", "1"]
 
 
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 KILLED = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from ddtree_check.base.forked_pool import apart
 def work(item):
     os.write(1, b"%d\\n" % os.getpid())  # in one piece
@@ -65,10 +73,9 @@ def test_a_killed_run_leaves_no_worker(how):
     workers = [int(run.stdout.readline()) for _ in range(2)]
     run.send_signal(how)
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in (run.pid, *workers)) and time.monotonic() < deadline:
-        run.poll()
+    while (run.poll() is None or any(map(alive, workers))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    left = [pid for pid in workers if alive(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left and run.poll() is not None

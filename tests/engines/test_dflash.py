@@ -225,7 +225,9 @@ def test_an_unfit_checkpoint_is_one_clear_line(changes, line, tmp_path):
     assert "\n" not in str(caught.value) and "expected" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind, line", [("nan", "is not finite"), ("cut", "is corrupt"), ("none", "it has no model")])
+@pytest.mark.parametrize(
+    "kind, line", [("nan", "is not finite"), ("cut", "holds a corrupt safetensors file"), ("none", "it has no model")]
+)
 def test_unfit_weights_are_one_clear_line(kind, line, tmp_path):
     shutil.copy(FIXTURE / "config.json", tmp_path)
     weights = load_file(FIXTURE / "model.safetensors")

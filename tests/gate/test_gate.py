@@ -736,6 +736,25 @@ for n in range(15):
 """
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE metrics SET value = 'much'",
+        "UPDATE cells SET seconds = 9e999",
+        "UPDATE cells SET exit_code = 'x'",
+        "UPDATE cells SET verdict = x'ff00'",
+        "UPDATE runs SET environment = '{'",
+    ],
+)
+def test_an_odd_value_of_a_history_is_one_line(change):
+    history.store("h.db", one_night("1"))
+    with contextlib.closing(sqlite3.connect("h.db")) as db:
+        db.execute(change)
+        db.commit()
+    with pytest.raises(UsageError, match=r"history: h\.db: .*move it away to begin a new one"):
+        history.nights("h.db", "g", 9)
+
+
 def test_two_runs_at_once_share_a_history():
     """Both make the file, both migrate it, both write: nothing is lost, nobody is told that it is locked."""
     writers = [

@@ -257,3 +257,10 @@ def test_colour_is_for_terminals_that_want_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert cli.main(["show", str(path)]) == 0
     assert "\x1b[" not in capsys.readouterr().out
+
+
+def test_figures_of_numbers_at_the_end_of_the_range_are_drawn():
+    data = hand_record("a/3", "b/3")
+    for node in (node for case in data["cases"] for node in case["nodes"]):
+        node["tree_unforked"]["max_abs"] = 1.7e308
+    assert "</html>" in html.render(data)

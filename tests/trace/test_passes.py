@@ -357,6 +357,7 @@ BYTES = [
     pytest.param(_raw(b"{}", 2**63), "expected a whole safetensors file", id="header-beyond-the-file"),
     pytest.param(_raw(b"[]"), "got list, expected a JSON object", id="list"),
     pytest.param(_raw(b'{"a": NaN}'), "NaN, expected numbers that JSON knows", id="nan"),
+    pytest.param(_raw(b'{"a": 1e999}'), "1e999, expected numbers that JSON knows", id="beyond-any-float"),
     pytest.param(_raw(b'{"a": 1, "a": 2}'), "a key stands twice", id="key-twice"),
     pytest.param(_raw(b"\xff\xfe"), "not UTF-8", id="not-text"),
     pytest.param(_raw(b'{"__metadata__": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), "lists within lists|expected JSON",
