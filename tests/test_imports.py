@@ -38,6 +38,7 @@ WITHOUT_TORCH = (  # a folder stands for all its modules
     "engines.sglang.scripted",
     "judge.rule",
     "judge.figures",
+    "judge.exact",
     "judge.conclude",
     "judge.sampling.processing",
     "judge.sampling.draws",

@@ -6,7 +6,9 @@ import contextlib
 import errno
 import glob
 import json
+import math
 import os
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,14 @@ def parse_json(text: str, where: str) -> object:
         raise ValueError(f"{where}: {error.msg} at character {error.pos}, expected JSON") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, or lists within lists within ...
         raise ValueError(f"{where}: {str(error).splitlines()[0]}, expected JSON") from None
+
+
+def parse_toml(text: str, where: str) -> dict:
+    """Return the tables of a TOML text. Raises ValueError beginning with `where`."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a slip, a number of too many digits, or lists within lists
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}, expected TOML") from None
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
@@ -65,18 +75,19 @@ def clear_parts(folder: Path, name: str = "*") -> None:
     with contextlib.suppress(OSError):
         for part in folder.glob(f".{name}.*{PART}"):
             pid = part.name.removesuffix(PART).rpartition(".")[2]
-            if pid.isdecimal() and not _runs(int(pid)):
+            if pid.isdecimal() and (int(pid) == os.getpid() or not runs(int(pid))):
                 part.unlink()
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Return whether a process is under way, as far as this machine can tell."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # another user's
         pass
-    return pid != os.getpid()
+    return True
 
 
 @contextlib.contextmanager
@@ -101,3 +112,9 @@ def unwritable(error: OSError) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     step = "make room there or name a file on another disk" if full else "expected a file in a folder"
     return f"cannot be written ({error.strerror}), {step}"
+
+
+def json_number(value: float) -> float | None:
+    """Return a JSON number; null for what is not finite, which no floor ever covers."""
+    value = float(value)
+    return value if math.isfinite(value) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from .errors import UsageError, usage_errors
@@ -32,20 +33,31 @@ def read_journal(path: str | Path) -> list:
         return [parse_json(line, f"journal: {path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
-def resume_journal(path: str | Path, head: dict) -> list:
-    """The finished lines of the run that `head` describes; a new journal gets the head.
+def resume_journal(path: str | Path, head: dict, use: Callable[[dict], object]) -> dict[str, dict]:
+    """Return the finished lines of the run that `head` describes, by id; a new journal gets the head.
 
-    Raises UsageError for a journal of another run, and for a file that cannot be written.
+    use: what a line is for; one that it cannot use was not written by this run. Raises UsageError for a journal of
+    another run, for such a line, and for a file that cannot be written.
     """
     found = read_journal(path)
     if not found:
         append_journal(path, head)
-        return []
+        return {}
     if found[0] != json.loads(json.dumps(head)):
         raise UsageError(
             f"journal: {path} belongs to a run with other settings; give another file or the same settings"
         )
-    return found[1:]
+    for number, line in enumerate(found[1:], start=2):
+        try:
+            use(line)
+            if not isinstance(line["id"], str):
+                raise TypeError("id")
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            raise UsageError(
+                f"journal: {path}:{number}: no finished line of this run ({type(error).__name__}: {error!s:.60}); give "
+                "another file"
+            ) from None
+    return {line["id"]: line for line in found[1:]}
 
 
 def append_journal(path: str | Path, line: dict) -> None:

@@ -7,7 +7,6 @@ option is one field.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import dataclass_transform
@@ -15,6 +14,7 @@ from typing import dataclass_transform
 from .errors import UsageError
 from .words import option as spoken
 
+LARGEST = 1e15  # of a number that is called finite: a whole number may be larger than any float
 VERBS = ("compare", "generate", "sweep")  # commands that run a model
 
 
@@ -34,7 +34,7 @@ def _whole(value: object) -> bool:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _text(value: object) -> bool:
@@ -95,7 +95,7 @@ class Option:
     """One option, read from the field of its group.
 
     empty            None is a value: a default that the part owns which uses it
-    least, choices   bounds of a value, of each value of a list, or of the names of a table
+    least, most, choices   bounds of a value, of each value of a list, or of the names of a table
     holds, expects   another such bound, as a test and in words
     later            --help shows it after what matters first
     verbs            commands that offer it
@@ -112,6 +112,7 @@ class Option:
     help: str
     metavar: str | None = None
     least: float | None = None
+    most: float | None = None
     choices: Iterable[str] = ()
     holds: Callable[[object], bool] = lambda _: True
     expects: str = ""
@@ -148,13 +149,15 @@ class Option:
 
     def _bounded(self, part: object) -> bool:
         good = (not self.choices or part in self.choices) and (self.least is None or part >= self.least)
+        good = good and (self.most is None or part <= self.most)
         return good and self.holds(part)
 
     def _bounds(self) -> str:
         if self.choices and not self.expects:
             *names, last = self.choices
             return f"some of {', '.join((*names, last))}" if self.many else f"{', '.join(names)} or {last}"
-        return self.expects or f"{'numbers' if self.many else 'a number'} of at least {self.least}"
+        most = "" if self.most is None else f" and at most {self.most}"
+        return self.expects or f"{'numbers' if self.many else 'a number'} of at least {self.least}{most}"
 
     def read(self, value: object) -> object:
         """Return the value of a text, of a list, or of the value itself. Raises UsageError."""

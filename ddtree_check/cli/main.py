@@ -12,6 +12,7 @@ import typer
 from .. import __version__
 from ..base.conclusion import INCONCLUSIVE, USAGE
 from ..base.errors import Unsupported, UsageError
+from ..base.files import unwritable
 from ..report.text import plain
 from .commands import gate, kernels, lint, models, plan, run, selftest, server, views
 from .commands.options import Panels
@@ -73,8 +74,16 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
     except OSError as error:
-        return _complain(f"{error.filename or 'output'}: {error.strerror}, expected a place that can be written", USAGE)
-    except Exception as error:
+        return _complain(f"{error.filename or 'output'}: {unwritable(error)}", USAGE)
+    except ImportError as error:
+        return _complain(f"import: {error}, expected libraries as in constraints.txt", USAGE)
+    except SystemExit as error:  # of an engine of one's own: its code is not ours
+        return _complain(f"engine: it ends its process ({error.code!r:.60}), expected it to return or raise", USAGE)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            if type(error).__name__ != "PanicException":  # of a library's Rust, which is no Exception
+                raise
+            return _complain(f"library: it panicked ({error!s:.100}), expected input that it can read", USAGE)
         if hasattr(error, "format_message"):  # the command line library's own, which would exit 2
             return _complain(error.format_message(), USAGE)
         traceback.print_exc()  # ours; its exit code must not read as a defect of the engine

@@ -30,6 +30,10 @@ class Around:
             raise AttributeError(name)
         return getattr(self._engine, name)
 
+    @property
+    def fresh(self) -> Any:
+        return self  # what it changes belongs to its passes
+
 
 class Checked(Around):
     """An engine made complete by the contract's defaults, and looked at as it is used.
@@ -65,6 +69,7 @@ class Checked(Around):
         )
         provenance = self._part("provenance")
         self._expect(isinstance(provenance, Mapping), "provenance", repr(provenance), "a mapping")
+        self.provenance = dict(provenance)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_engine":

@@ -157,7 +157,7 @@ class Engine(Protocol):
 
     @property
     def fresh(self) -> Engine:
-        """The engine that makes the passes: itself, unless it remembers those of another."""
+        """The engine that makes the passes: itself, unless it only remembers those of another or looks at them."""
         return self
 
     def close(self) -> None:

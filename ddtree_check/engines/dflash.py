@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -28,10 +27,10 @@ from transformers.utils import cached_file
 
 from ..base.errors import UsageError
 from ..base.resources import fixtures_dir
+from .checkpoint import INDEX, check_folder, check_sizes, indexed, stored_shapes
 
 CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
 SELECTOR = "candidate_selector."  # DFlash2's choice along one path; marginals do without it
-INDEX = "model.safetensors.index.json"
 
 
 # --- what a checkpoint says ------------------------------------------------------------------------------------------
@@ -60,6 +59,8 @@ class Spec:
     def read(cls, config: Qwen3Config, source: str) -> Spec:
         """From a configuration in the published form, keys in `dflash_config` or beside it. Raises UsageError."""
         inner = getattr(config, "dflash_config", None) or {}
+        if not isinstance(inner, dict):
+            raise unfit(source, f"dflash_config is {inner!r:.40}", "an object")
 
         def value(name: str, default=None):
             return inner.get(name, getattr(config, name, default))
@@ -69,9 +70,17 @@ class Spec:
                 raise unfit(source, f"{name} is {got!r:.40}", f"a whole number of at least {low}")
             return got
 
+        def number(name: str, default: float) -> float:
+            got = default if value(name) is None else value(name)
+            if isinstance(got, bool) or not isinstance(got, int | float) or not abs(got) < 1e12:
+                raise unfit(source, f"{name} is {got!r:.40}", "a finite number")
+            return float(got)
+
         named = getattr(config, "architectures", None) or []
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise unfit(source, f"architectures is {named!r:.40}", "a list of names")
         if not set(named) & set(CLASSES):
-            raise unfit(source, f"its class is {', '.join(map(str, named)) or 'not named'}", " or ".join(CLASSES))
+            raise unfit(source, f"its class is {', '.join(named) or 'not named'}", " or ".join(CLASSES))
         total = value("num_target_layers")
         layers = value("target_layer_ids")
         if layers is None:
@@ -83,13 +92,13 @@ class Spec:
             block_size=whole("block_size", value("block_size", 16), 2),
             mask_token=whole("mask_token_id", value("mask_token_id"), 0),
             layers=tuple(whole("a target_layer_ids entry", layer, 0) for layer in layers),
-            vocab=config.vocab_size,
-            hidden=config.hidden_size,
+            vocab=whole("vocab_size", config.vocab_size, 1),
+            hidden=whole("hidden_size", config.hidden_size, 1),
             target_layers=None if total is None else whole("num_target_layers", total, 1),
             convolved=tuple(whole(n, value(n), 1) for n in ("conv_kernel_size", "conv_group_size")) if second else None,
-            embedding_scale=float(value("input_embedding_scale", 1.0)),
-            output_scale=float(value("output_multiplier", 1.0)),
-            softcap=value("final_logit_softcapping") or None,
+            embedding_scale=number("input_embedding_scale", 1.0),
+            output_scale=number("output_multiplier", 1.0),
+            softcap=number("final_logit_softcapping", 0.0) or None,
         )
 
     def fit(self, engine, source: str) -> None:
@@ -272,25 +281,36 @@ def load(source: str | None, engine, default: str | None = None) -> Drafter:
     config, name = read_config(source), Path(source).name if Path(source).exists() else source
     spec = Spec.read(config, name)
     spec.fit(engine, name)
-    network = Network(config, spec)
-    weights = {key: value for key, value in _weights(source, name).items() if not key.startswith(SELECTOR)}
+    files = _files(source, name)
+    try:
+        with torch.device("meta"):
+            network = Network(config, spec)
+    except Exception as error:  # whatever the library and torch find wrong with a value
+        said = f"{type(error).__name__}: {' '.join(str(error).split()):.120}"
+        raise unfit(name, f"its config.json makes no network ({said})", "that of a drafter") from None
     wanted = network.state_dict()
-    absent, odd = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    shapes = {key: shape for key, shape in stored_shapes(files).items() if not key.startswith(SELECTOR)}
+    absent, odd = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if absent or odd:
         what = f"lacks {absent[0]}" if absent else f"holds {odd[0]}"
         raise unfit(name, f"its weights are off: it {what}", f"the {len(wanted)} tensors of a {CLASSES[0]}")
+    for key, shape in shapes.items():
+        if shape != tuple(wanted[key].shape):
+            raise unfit(name, f"{key} is {list(shape)}", f"{list(wanted[key].shape)} by its config.json")
+    weights = {key: value for path in files for key, value in load_file(path).items() if key in wanted}
     for key, value in weights.items():
-        if value.shape != wanted[key].shape:
-            raise unfit(name, f"{key} is {list(value.shape)}", f"{list(wanted[key].shape)} by its config.json")
         if not torch.isfinite(value).all():
             raise unfit(name, f"{key} is not finite", "numbers")
-    network.load_state_dict(weights)
+    network.load_state_dict(weights, assign=True)
+    network.rotary_emb = Qwen3RotaryEmbedding(config)  # no weight: still on the meta device
     dtype = torch.float32 if engine.dtype == torch.float64 else engine.dtype
     return Drafter(network.to(engine.device, dtype).eval(), spec, name)
 
 
 def read_config(source: str) -> Qwen3Config:
     """The configuration of a checkpoint; code that a checkpoint brings along is never run. Raises UsageError."""
+    if Path(source).is_dir():
+        check_folder(Path(source))
     path = _file(source, "config.json")
     if path is None:
         raise UsageError(
@@ -299,28 +319,23 @@ def read_config(source: str) -> Qwen3Config:
         )
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
+        check_sizes(data, path)
         return Qwen3Config.from_dict(data)
+    except UsageError:
+        raise
     except Exception as error:  # whatever the library finds wrong with a value
         raise UsageError(
             f"draft: {path} cannot be read ({' '.join(str(error).split()):.160}); expected a drafter's config.json"
         ) from None
 
 
-def _weights(source: str, name: str) -> dict[str, torch.Tensor]:
+def _files(source: str, name: str) -> list[Path]:
+    """Return the safetensors files of a drafter. Raises UsageError."""
     index = _file(source, INDEX)
-    files = ["model.safetensors"]
-    if index is not None:
-        files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-    found: dict[str, torch.Tensor] = {}
-    for file in files:
-        path = _file(source, file)
-        if path is None:
-            raise unfit(name, f"it has no {file}", "a checkpoint in safetensors files")
-        try:
-            found |= load_file(path)
-        except SafetensorError as error:
-            raise unfit(name, f"{file} is corrupt ({error!s:.80})", "a whole file; download it again") from None
-    return found
+    found = {file: _file(source, file) for file in (indexed(Path(index)) if index else ["model.safetensors"])}
+    if absent := [file for file, path in found.items() if path is None]:
+        raise unfit(name, f"it has no {absent[0]}", "a checkpoint in safetensors files")
+    return [Path(path) for path in found.values()]
 
 
 def _file(source: str, name: str) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..base.errors import Unsupported
+from ..base.files import json_number
 from ..engines.contract import walk
 from ..judge.attribution import Entry, Finding
 from ..judge.commit import Part, compare_contents, off, tree_floors
@@ -139,7 +140,7 @@ class _Hunt:
             return {}, {}, {}
         error, over = np.array(error), np.array(over)  # row 0 is the input of the first layer
         typical = np.median(error[:, list(self.bad)], axis=1)
-        self.profile = tuple(float(size) if np.isfinite(size) else None for size in typical)
+        self.profile = tuple(map(json_number, typical))
         first, growth = {}, {}
         for node in self.bad:
             # An early layer may leave its floor by chance; from where it enters on, a fault stays.

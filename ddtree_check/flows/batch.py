@@ -21,16 +21,17 @@ import torch
 
 from ..base.conclusion import DEFECT, INCONCLUSIVE, Conclusion, ExitCode
 from ..base.errors import Broken, Unsupported, UsageError
+from ..base.files import json_number
 from ..engines.checked import complete
 from ..judge.commit import STEPS, Contents, Part, chain_floors, compare_contents, off, tree_floors
 from ..judge.differences import Differences, measure
-from ..judge.known import KnownFailure, load_known
+from ..judge.known import KnownFailure, known_for
 from ..judge.nodes import beyond, judge, judged_as
 from ..judge.rule import EXACT
 from ..model.wiring import wirings
 from ..tree.accept import accept_nodes
 from ..tree.draft_tree import DraftTree
-from ..tree.paths import leaf_paths
+from ..tree.paths import leaf_paths, padded_chain
 from .drafting import draft_cases
 from .settings import Item, Settings
 
@@ -127,8 +128,6 @@ def batch_runs(
     batches = engine.batches()
     if isinstance(batches, str):
         return conclude([], [], settings, sizes, {}, missing=batches)
-    environment = engine.describe()
-    known = [entry for entry in load_known() if entry.covers(environment.get("model_type"), environment)]
     pool = [_request(engine, item, settings, place) for place, item in enumerate(items)]
     try:
         engine.contents(pool[0].prefix)
@@ -158,7 +157,7 @@ def batch_runs(
                 ],
             }
         )
-    return conclude(groups, excused(findings, known), settings, sizes, tally)
+    return conclude(groups, excused(findings, known_for(engine.describe())), settings, sizes, tally)
 
 
 def check_sizes(sizes: Sequence[int], prompts: int) -> None:
@@ -181,7 +180,7 @@ def _request(engine, item: Item, settings: Settings, place: int) -> Request:
         rows = max(2, 2 * len(tree) // 3)
         tree = DraftTree(tree.tokens[:rows], tree.parents[:rows])
     longest = max(leaf_paths(tree), key=lambda path: len(path.nodes)).nodes
-    chain = DraftTree.chain([tree.tokens[node] for node in longest])
+    chain = padded_chain(tree, longest)
     trees = {mode: chain if mode == "linear" else tree for mode in settings.require}
     return Request(item.id, tuple(item.tokens), prefix, trees)
 
@@ -347,7 +346,7 @@ class _Group:
             "verify", mode, composition, request.id,
             f"first at node {node} (depth {request.trees[mode].depth[node]}); {says}",
             layer=part and part.layer, channel=part and part.channel, node=node,
-            error=_json(difference.max_abs[node]), floor=_json(floor[node]),
+            error=json_number(difference.max_abs[node]), floor=json_number(floor[node]),
         )  # fmt: skip
 
     def _verified_controls(self, request: Request, mode: str, width: int, rows: int) -> list[tuple]:
@@ -450,7 +449,7 @@ class _Group:
                 self._found(
                     "reorder", None, name, self.group[source].id,
                     f"row {place}: {says}" + (f"; it is request {owner}'s" if owner else ""),
-                    layer=part.layer, channel=part.channel, error=_json(part.error), floor=0.0,
+                    layer=part.layer, channel=part.channel, error=json_number(part.error), floor=0.0,
                 )  # fmt: skip
 
     def _owner(self, part: Part, found: Contents, contents: Sequence[Contents]) -> str | None:
@@ -542,8 +541,8 @@ def _stored(bad: Sequence[tuple[Part, float]], right: Contents, found: Contents)
 def _figures(bad: Sequence[tuple[Part, float]], part: Part | None, logits: Differences | None, floor) -> dict:
     """Where it came in and how far off that is; of the logits where everything that is stored is right."""
     if part is None:
-        return {"error": _json(logits.max_abs[0]), "floor": _json(floor[0])}
-    error, most = _json(part.error), _json(dict(bad)[part])
+        return {"error": json_number(logits.max_abs[0]), "floor": json_number(floor[0])}
+    error, most = json_number(part.error), json_number(dict(bad)[part])
     return {"layer": part.layer, "channel": part.channel, "error": error, "floor": most}
 
 
@@ -605,7 +604,15 @@ def excused(findings: Sequence[Finding], known: Sequence[KnownFailure]) -> list[
 def conclude(groups, findings: Sequence[Finding], settings: Settings, sizes, tally, missing: str | None = None) -> dict:
     """The section of the record and its verdict: 0 pass, 1 a defect, 2 inconclusive."""
     checks = [
-        {"check": check, "mode": mode, "size": size, "compared": n, "off": bad, "largest": _json(e), "floor": _json(f)}
+        {
+            "check": check,
+            "mode": mode,
+            "size": size,
+            "compared": n,
+            "off": bad,
+            "largest": json_number(e),
+            "floor": json_number(f),
+        }
         for (check, mode, size), (n, bad, e, f) in sorted(
             tally.items(), key=lambda item: (item[0][2], CHECKS.index(item[0][0]), item[0][1] or "")
         )
@@ -638,7 +645,3 @@ def conclude(groups, findings: Sequence[Finding], settings: Settings, sizes, tal
         "not_run": missing,
     }
     return conclusion.into(section)
-
-
-def _json(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

@@ -9,13 +9,13 @@ import torch
 
 from ..base.errors import Unsupported
 from ..engines.contract import walk
-from ..judge.commit import STEPS, Accept, Commit, Judge, Left, Part, Search, Standard
+from ..judge.commit import STEPS, Accept, Commit, Judge, Left, Part, Standard, words
 from ..judge.nodes import judged_as
 from ..judge.rule import Rule
 from ..model.wiring import Wiring, contaminated, wirings
 from ..tree.accept import accept_nodes
 from ..tree.draft_tree import DraftTree
-from ..tree.paths import leaf_paths, padded_chain
+from ..tree.paths import leaf_paths, leaves_first_branch, padded_chain
 
 # Runs
 
@@ -65,10 +65,6 @@ def commit_runs(
         aside = leaves_first_branch(tree, path)
         accepts.append(Accept(pattern, node, path, aside, modes, expected))
     return accepts
-
-
-def leaves_first_branch(tree: DraftTree, path: Sequence[int]) -> bool:
-    return any(step != tree.children[tree.parents[step]][0] for step in path[1:])
 
 
 def _left(engine, verified, node: int, mode: str, standard: Standard) -> Left:
@@ -131,10 +127,8 @@ def _rows(engine, prefix, probe: Sequence[int]) -> torch.Tensor | None:
 def _searcher(engine, prefix, tree: DraftTree) -> Callable:
     """Words for each part that is off. Costs a decode step a node, so it is only done for what failed."""
 
-    def words(judged: Judge, found: Left, bad) -> tuple[tuple[Part, float, str], ...]:
-        search = Search(judged.path, engine.contents(prefix), judged.reference.contents, found.contents, bad)
-        for node, _, standing in walk(engine, prefix, tree):
-            search.see(node, engine.contents(standing))
-        return tuple((part, floor, search.say(part, judged.near(part, floor))) for part, floor in bad)
+    def search(judge: Judge, found: Left, bad) -> tuple[tuple[Part, float, str], ...]:
+        standing = ((node, engine.contents(after)) for node, _, after in walk(engine, prefix, tree))
+        return words(judge, engine.contents(prefix), found, bad, standing)
 
-    return words
+    return search

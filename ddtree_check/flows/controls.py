@@ -110,7 +110,7 @@ def strict_run(
 ) -> Differences:
     """The path to the deepest node by one-token steps at batch 1, nodes in path order."""
     path = list(tree.path(max(range(len(tree)), key=lambda node: tree.depth[node])))
-    again = engine.decode(prefix, DraftTree.chain([tree.tokens[node] for node in path]))
+    again = engine.decode(prefix, padded_chain(tree, path))
     if sink:
         sink(path, again)
     return measure(reference[path], again)

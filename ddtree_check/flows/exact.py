@@ -41,7 +41,6 @@ from ..model.wiring import FORKED, Wiring, reached
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import leaf_paths
 
-HOW = ("off", "leaves", "all")
 PASSES = 12  # of influence, with `leaves`
 NULL = 1  # chains, the longest, whose other tokens are changed before anything has moved
 DRAWS = 4  # of tokens, for nodes that do not equal their chain
@@ -76,15 +75,15 @@ def exact_run(
     prompt: tokens behind which `prefix` stands; without them requests of a batch are not varied.
     how: `leaves` bounds the passes; `all` makes one more a leaf, looks for every edge, and varies orders, requests and
     commits. precise: floors find every fault in this dtype, and rounding seldom leaves a row equal, so that `leaves`
-    compares with `chains` and draws no more. Raises what the engine raises, and ValueError for a vocabulary smaller
+    compares with `chains` and draws no more. Raises what the engine raises, and Unsupported for a vocabulary smaller
     than a node's children need.
     """
     return _Run(engine, prefix, tree, rows, how, seed, precise).run(control, control_rows, chains, prompt)
 
 
-def differ(one: int | None, other: int | None) -> bool:
+def differ(row: int | None, other: int | None) -> bool:
     """Return whether two rows differ in bits; a row with a NaN equals nothing."""
-    return one is None or one != other
+    return row is None or row != other
 
 
 class _Run:
@@ -115,11 +114,11 @@ class _Run:
 
     def paths_to(self, nodes: Iterable[int]) -> list[tuple[int, ...]]:
         """Return leaf paths that hold these nodes, those that hold most first."""
-        left, found = set(nodes), []
-        while left and (self.all or len(found) < PATHS):
-            found.append(max(self.paths, key=lambda path: len(left & set(path))))
-            left -= set(found[-1])
-        return found
+        left, paths = set(nodes), []
+        while left and (self.all or len(paths) < PATHS):
+            paths.append(max(self.paths, key=lambda path: len(left & set(path))))
+            left -= set(paths[-1])
+        return paths
 
     # The whole
 
@@ -248,12 +247,12 @@ class _Run:
         if rows is None:
             rows = self.rows("control", self.tree, wiring)
         changes, _ = self.influence("control", wiring, rows, chosen)
-        found = law(changes, reach)
-        if found.outside and not self.null.count:
-            counts = self.confirm([Change(c.kept, c.moved & found.outside) for c in changes], wiring)
+        obeyed = law(changes, reach)
+        if obeyed.outside and not self.null.count:
+            counts = self.confirm([Change(c.kept, c.moved & obeyed.outside) for c in changes], wiring)
             beyond = frozenset(node for node, tally in counts.items() if chance(tally, self.null) < CHANCE)
-            found = replace(found, outside=beyond)
-        return found
+            obeyed = replace(obeyed, outside=beyond)
+        return obeyed
 
     # Relocation
 
@@ -263,8 +262,8 @@ class _Run:
         if chains is None:
             chains = {}
             for path in self.paths:
-                found = self.rows("relocation", front_chain(tree, path))
-                chains |= dict(zip(path, found[: len(path)], strict=True))
+                rows = self.rows("relocation", front_chain(tree, path))
+                chains |= dict(zip(path, rows[: len(path)], strict=True))
         self.chains = chains
         for node, row in chains.items():
             self.equal[node] += Tally(int(not differ(row, self.base[node])), 1)
@@ -280,9 +279,13 @@ class _Run:
             displaced = [equal for node, equal in same.items() if tree.depth[node] != node]
             if not self.all and 2 * sum(displaced) < len(displaced):
                 break
-        left = suspects() if self.draws else set()
-        origins = [node for node in sorted(left) if not left & set(tree.path(node)[:-1])]
-        self.elsewhere(origins[: self.looked])
+        while left := suspects() if self.draws else set():
+            origins = [node for node in sorted(left) if not left & set(tree.path(node)[:-1])]
+            looked = [node for node in origins if node in self.moved_elsewhere]
+            room = None if self.all else max(0, LOOKED - len(looked))
+            if not (further := [node for node in origins if node not in looked][:room]):
+                return
+            self.elsewhere(further)
 
     def draw(self, nodes: Iterable[int]) -> dict[int, bool]:
         """Return which rows on paths to these nodes equal their chains', with new tokens everywhere."""
@@ -301,7 +304,7 @@ class _Run:
         A draw makes the tree, the tree in a random order, and the paths as chains. A node that never equals its chain
         at its own place is a defect once chance is excluded by how often it does at others.
         """
-        tree, left = self.tree, {node: (Tally(), Tally()) for node in nodes if self.tree.depth[node] != node}
+        tree, left = self.tree, {node: (Tally(), Tally()) for node in nodes}
         for _ in range(MOST):
             if not left:
                 return
@@ -343,7 +346,7 @@ class _Run:
     def edges(self, guilty: frozenset[int], changes: Sequence[Change], trees: Sequence[DraftTree]) -> dict:
         """Return the edges of moved nodes that no moved ancestor explains; with `all`, of every moved node."""
         origins = [node for node in sorted(guilty) if self.all or not guilty & set(self.tree.path(node)[:-1])]
-        found = {}
+        edges = {}
         for node in origins[: self.looked]:
             place = next(place for place, change in enumerate(changes) if node in change.moved)
             suspects = set(range(len(self.tree))) - changes[place].kept
@@ -352,15 +355,15 @@ class _Run:
                     others = set(range(len(self.tree))) - change.kept
                     narrower = suspects & others if node in change.moved else suspects - others
                     suspects = narrower or suspects
-            found[node] = self.edges_of(node, trees[place], suspects, set(range(len(self.tree))) - changes[place].kept)
-        return found
+            edges[node] = self.edges_of(node, trees[place], suspects, set(range(len(self.tree))) - changes[place].kept)
+        return edges
 
     def moves(self, node: int, changed: DraftTree, nodes: Iterable[int]) -> bool:
         rows = self.rows("edges", only(self.tree, changed, nodes))
         return differ(rows[node], self.base[node])
 
     def edges_of(self, node: int, changed: DraftTree, suspects: set[int], every: set[int]) -> tuple[Edge, ...]:
-        """Return what a node reads: the first foreign node that is found, or every one with `all`."""
+        """Return what a node reads: the first foreign node that it finds, or every one with `all`."""
         if self.all:
             sources = [source for source in sorted(every) if self.moves(node, changed, [source])]
             return tuple(self.edge(node, changed, source) for source in sources) or (Edge(None),)
@@ -385,12 +388,13 @@ class _Run:
         """Return the first layer whose output differs between a row of one tree and one of another, and its kind."""
         layers = range(-1, len(self.engine.layers))
         outputs = []
-        if not hasattr(self.engine, "watch"):
+        try:
+            for tree, row in sides:
+                with self.engine.watch(layers) as watched:
+                    self.rows("layers", tree)
+                outputs.append({layer: digests(x[row : row + 1])[0] for layer, x in watched.outputs.items()})
+        except Unsupported:  # without it, the edge alone is said
             return None, None
-        for tree, row in sides:
-            with self.engine.watch(layers) as seen:
-                self.rows("layers", tree)
-            outputs.append({layer: digests(x[row : row + 1])[0] for layer, x in seen.outputs.items()})
         for layer in layers:
             if layer in outputs[0] and differ(outputs[0][layer], outputs[1][layer]):
                 return layer, self.engine.layers[layer].kind if layer >= 0 else None
@@ -398,11 +402,11 @@ class _Run:
 
     def first_layer_moved(self, node: int) -> tuple[int | None, str | None]:
         """Return the first layer whose output differs from the chain's, the middle one of a few draws."""
-        path, found = self.tree.path(node), []
+        path, entries = self.tree.path(node), []
         for _ in range(SOON):
             fresh = self.retoken()
-            found.append(self.first_layer((fresh, node), (front_chain(fresh, path), len(path) - 1)))
-        return sorted(found, key=lambda entry: -1 if entry[0] is None else entry[0])[SOON // 2]
+            entries.append(self.first_layer((fresh, node), (front_chain(fresh, path), len(path) - 1)))
+        return sorted(entries, key=lambda entry: -1 if entry[0] is None else entry[0])[SOON // 2]
 
     # All else that must not matter
 
@@ -420,7 +424,7 @@ class _Run:
     def orders(self) -> list[str]:
         """Return a finding for each order of siblings in which the tree is not right."""
         last_first = _last_child_first(self.tree)
-        found = []
+        findings = []
         for name, order in (("breadth first", "breadth"), ("depth first", "depth"), ("last child first", last_first)):
             tree, old = self.tree.reordered(order)
             if old == tuple(range(len(old))):
@@ -430,28 +434,28 @@ class _Run:
             exact = run.run(None, None, chains, ())
             self.passes["orders"] += sum(exact.passes.values())
             if exact.verdict == "fail":
-                found.append(f"with the tree {name}, {exact.reason}")
-        return found
+                findings.append(f"with the tree {name}, {exact.reason}")
+        return findings
 
     def requests(self, prompt: Sequence[int]) -> list[str]:
         """Return a finding for each form of a batch in which another request's tokens move the rows of this one."""
-        batches = getattr(self.engine, "batches", lambda: "the engine runs one request a pass")()
+        batches = self.engine.batches()
         if isinstance(batches, str):
             raise Unsupported(batches)
         if not prompt:
             raise Unsupported("no prompt is given that a batch could start from")
-        found = []
+        findings = []
         for padding in ("left", "right"):
             for idle in (0, 1):
                 form = {"padding": padding, "rows": len(self.tree) + 2, "idle": idle}
                 first, second = (self.in_batch(batches, prompt, form) for _ in range(2))
                 moved = [node for node in range(len(self.tree)) if differ(first[node], second[node])]
                 if moved:
-                    found.append(
+                    findings.append(
                         f"in a batch padded on the {padding}{' with an idle request' * idle}, another request's tokens "
                         f"move {len(moved)} rows, first node {moved[0]}"
                     )
-        return found
+        return findings
 
     def in_batch(self, batches, prompt: Sequence[int], form: dict) -> Digests:
         """Return the rows of the tree behind one request, in a pass beside another one of random tokens."""
@@ -465,7 +469,7 @@ class _Run:
     def commits(self) -> list[str]:
         """Return a finding for each path whose commit is never, in bits, that of its chain, though all its rows are."""
         apart: dict[tuple[int, ...], list[set]] = {path: [] for path in self.paths}
-        left, found = set(self.paths), []
+        left, findings = set(self.paths), []
         for _ in range(2 * DRAWS):
             fresh = self.retoken()
             verified = self.verify("commits", fresh) if left else None
@@ -481,13 +485,11 @@ class _Run:
                     left.discard(path)
                     always = sorted(set.intersection(*apart[path]))
                     where = f", first {always[0][1]} of layer {always[0][0]}" if always else ""
-                    found.append(f"the commit of path {'-'.join(map(str, path))} is never that of its chain{where}")
-        return found
+                    findings.append(f"the commit of path {'-'.join(map(str, path))} is never that of its chain{where}")
+        return findings
 
     def apart(self, *sides) -> set[tuple[int, str]]:
         """Return the layers and channels in which two commits differ in bits. sides: a pass and a node, twice."""
-        if not all(hasattr(self.engine, name) for name in ("commit", "contents")):
-            raise Unsupported("the engine has no commit or no contents")
         mine, chain = (
             flat_contents(self.engine.contents(self.engine.commit(verified, node)))
             for verified, node in zip(sides[::2], sides[1::2], strict=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..base.errors import Unsupported, UsageError, usage_errors
+from ..base.forked_pool import apart
 from ..base.options import check_options, group, make, offered, option, options
 from ..base.resources import DRAFTER, EMBEDDED, fixtures_dir
 from ..base.words import counted
@@ -249,7 +250,7 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
 
 
 def _run(job: Job, prompts, tree, drafts, progress) -> dict:
-    from ..engines.registry import load_engine, load_options, of_class
+    from ..engines.registry import load_engine, load_options
     from ..engines.transformers import loading
     from .batch import batch_runs, check_sizes
     from .check import check
@@ -309,11 +310,11 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
             return found | {"command": job.command(), "tokens": _texts(found, tokenizer)}
         oracle = engine.exact() if job.oracle else None
         together = batch_runs(engine, items, settings, job.batch, progress=progress) if job.batch else None
-        trace = writer_for(engine, job.save_trace, settings) if job.save_trace else None
         workers = processes(model, environment=engine.describe())
-        record = check(
-            engine, items, settings, oracle=oracle, model=model, progress=progress, trace=trace, workers=workers
-        )
+        with writer_for(engine, job.save_trace, settings) if job.save_trace else contextlib.nullcontext() as trace:
+            record = check(
+                engine, items, settings, oracle=oracle, model=model, progress=progress, trace=trace, workers=workers
+            )
     if ":" in job.engine:  # one of the caller's own, which may pass on what the engine that it wraps says of itself
         record["environment"]["engine"] = job.engine
     for section, found in (("rounds", rounds), ("batch", together)):
@@ -488,7 +489,10 @@ def _tokenizer(job: Job, source: str, needed: bool):
     """A tokenizer and whose it is. One that is only there to make views readable is not fetched from anywhere."""
     from ..engines.transformers import loading
 
-    if needed or Path(source).is_dir():
+    alias = ALIASES.get((job.model or "").lower())
+    built_in = job.weights == "random" and alias is not None and alias.shape  # nothing of it is asked for
+    if (needed and not built_in) or Path(source).is_dir():
+        _check_tokenizer(source)
         tokenizer = loading.load_tokenizer(source)
         if tokenizer is not None:
             return tokenizer, "own"
@@ -502,6 +506,34 @@ def _tokenizer(job: Job, source: str, needed: bool):
         f"prompts: {source} has no tokenizer for prompts given as text; "
         'give --prompts a .jsonl file with lines of {"token_ids": [...]}'
     )
+
+
+def _check_tokenizer(source: str) -> None:
+    """Raise UsageError, one line, for a tokenizer that brings its process down: it is loaded in another one first."""
+    if Path(source).is_relative_to(fixtures_dir()):
+        return  # ours
+    try:
+        fault = next(apart(_tokenizer_fault, [source], 1))
+    except UsageError:
+        fault = "it ends its process"
+    if fault:
+        raise UsageError(
+            f"tokenizer: {source} cannot be used ({fault}); expected a whole tokenizer.json; download it again"
+        )
+
+
+def _tokenizer_fault(source: str) -> str | None:
+    """Return what a tokenizer raises that is no Exception, such as a panic of its library, or None."""
+    from ..engines.transformers import loading
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic tells its own story, on many lines
+    try:
+        if tokenizer := loading.load_tokenizer(source):
+            with contextlib.suppress(Exception):
+                tokenizer("a b\n")
+    except BaseException as error:
+        return f"{type(error).__name__}: {str(error)[:100]}"
+    return None
 
 
 def _texts(record: dict, tokenizer) -> dict[str, str]:

@@ -10,8 +10,10 @@ import torch
 from ..base.errors import Unsupported
 from ..judge.case import Runs
 from ..judge.commit import STEPS, Accept, flat_contents
-from ..judge.differences import measure, row_hashes
+from ..judge.differences import Differences, digests, measure
+from ..judge.exact import Exact
 from ..judge.nodes import CONTROL, MODES
+from ..judge.rule import EXACT
 from ..judge.sampling.judged import Tracks
 from ..judge.sampling.processing import Sampling
 from ..judge.ties import TieTrack
@@ -20,25 +22,28 @@ from ..trace.model import COMMITS
 from ..tree.case import Case
 from .commit import commit_runs
 from .controls import absolute, chain_run
+from .exact import exact_run
 from .settings import Item, Settings
 
 STORED = ("ar", "forward", "repeat", *MODES, "chain", "own")  # passes over a tree that a trace holds, a row a node
 
 
-def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, step) -> Runs:
-    """Run all modes and controls of one tree that the engine can run. step: a step of a trace to add them to."""
-    tree, rows = case.tree, _Rows(engine, case, reference, settings, step)
+def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, step, dtype: str) -> Runs:
+    """Run all modes and controls of one tree that the engine can run, and its exact checks.
+
+    step: a step of a trace to add them to. dtype: the one whose rules judge.
+    """
+    tree, watch = case.tree, Watch(engine, case, reference, settings, step)
     wiring = wirings(settings.control)
     differences, missing, errors = {}, {}, {"ar": absolute(exact, reference)}
 
     def chains(name: str, limit: int | None = None, oracle=None):
-        sink = rows.sink(name, wiring[name])
+        sink = watch.sink(name, wiring[name])
         return chain_run(engine, prefix, tree, reference, wiring[name], limit=limit, exact=oracle, sink=sink)
 
     def whole(name: str) -> torch.Tensor:
         logits = engine.verify(prefix, tree, wiring[name]).logits
-        if sink := rows.sink(name, wiring[name]):
-            sink(range(len(tree)), logits)
+        watch.sink(name, wiring[name])(range(len(tree)), logits)
         return logits
 
     def tried(name: str, run: Callable, *given):
@@ -50,14 +55,13 @@ def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, s
     if linear := tried("linear", chains, None, exact):
         differences["linear"], _, errors["linear"] = linear
     # Without a recurrence the engine's own pass and its tree path are the same pass.
-    chain = tried("chain", chains, settings.controls) if reads(engine.layers, Conv, State) else linear
-    hashes, library = {}, None
+    twin = "chain" if reads(engine.layers, Conv, State) else "linear"
+    chain = tried("chain", chains, settings.controls) if twin == "chain" else linear
+    library = None
     for mode in ("tree_forked", CONTROL):
         if (logits := tried(mode, whole)) is None:
             continue
         differences[mode], errors[mode] = measure(reference, logits), absolute(exact, logits)
-        if engine.exact_control:
-            hashes[mode] = row_hashes(logits, tree)
         # The library's own pass over the rows is the same flat pass.
         if mode == CONTROL and settings.wiring is None and (own := tried("own", whole)) is not None:
             library = float(np.max(measure(logits, own).max_abs))
@@ -65,15 +69,13 @@ def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, s
         del logits
     return Runs(
         case=case,
-        ar=rows.ties.choose("ar", measure(reference, reference)),
-        differences={mode: rows.ties.choose(mode, found) for mode, found in differences.items()},
         missing=missing,
         chain=chain and chain[:2],
-        equal=hashes["tree_forked"] == hashes[CONTROL] if len(hashes) == 2 else None,
+        equal=watch.clean_equal() if engine.exact_control else None,
+        bits=_exact(engine, prefix, case, settings, watch.digests, twin, dtype),
         exact={mode: error for mode, error in errors.items() if error is not None},
         library_unforked=library,
-        sampled=rows.tracks.finish(),
-        ties=rows.ties.finish(),
+        **watch.findings(measure(reference, reference), differences),
     )
 
 
@@ -126,23 +128,66 @@ def attempt(refusal: str | None, run: Callable):
         return None, str(error)
 
 
-class _Rows:
-    """What looks at the rows of one tree's passes as they are made: sampling, ties, and a step of a trace."""
+def _exact(engine, prefix, case: Case, settings: Settings, rows: dict, chain: str, dtype: str) -> Exact | None:
+    """Run the exact checks of one tree, or return None if they are off or there is no forked pass.
 
-    def __init__(self, engine, case: Case, reference, settings: Settings, step):
+    rows: digests by node of the passes that were made;  chain: which of them ran the paths as chains.
+    """
+    if settings.exact == "off" or "tree_forked" not in rows:
+        return None
+    forked, unforked = (list(rows[mode].values()) if mode in rows else None for mode in ("tree_forked", CONTROL))
+    exact, _ = attempt(
+        None,
+        lambda: exact_run(
+            engine,
+            prefix,
+            case.tree,
+            control=None if unforked is None else settings.control,
+            rows=forked,
+            control_rows=unforked,
+            chains=rows.get(chain),
+            prompt=case.prompt_tokens,
+            how=settings.exact,
+            precise=dtype in EXACT,
+            seed=settings.seed,
+        ),
+    )
+    return exact
+
+
+class Watch:
+    """What looks at the rows of one tree's passes as they are made: sampling, ties, digests, and a step of a trace."""
+
+    def __init__(self, engine, case: Case, reference: torch.Tensor, settings: Settings, step=None):
         self.engine, self.case, self.settings, self.step = engine, case, settings, step
         self.tracks, self.ties = Tracks(engine, case, reference, settings), TieTrack(engine, case.tree, reference)
+        self.digests: dict[str, dict[int, int | None]] = {}
 
-    def sink(self, name: str, wiring: Wiring | None) -> Callable | None:
-        """Return what takes (nodes, logits) of a pass, or None if nobody looks at it."""
-        add, claim = None, wiring.name if wiring else "engine"
-        if self.step is not None:
+    def clean_equal(self) -> bool | None:
+        """Return whether the clean nodes of both tree passes agree bit for bit, or None if one was not made."""
+        forked, unforked = (self.digests.get(mode) for mode in ("tree_forked", CONTROL))
+        return forked and unforked and all(forked[node] == unforked[node] for node in self.case.tree.clean)
 
-            def add(nodes, logits):
+    def sink(self, name: str, wiring: Wiring | None = None) -> Callable:
+        """Return what takes (nodes, logits) of a pass."""
+        claim = wiring.name if wiring else "engine"
+
+        def add(nodes, logits):
+            self.digests.setdefault(name, {}).update(zip(nodes, digests(logits), strict=True))
+            if self.step is not None:
                 own = _own_rows(self.engine, name, self.case, nodes, logits, self.settings.sampling)
                 self.step.add(name, logits, nodes=nodes, width=len(self.case.tree), wiring=claim, **own)
 
         return self.tracks.sink(name, self.ties.sink(name, add))
+
+    def findings(self, ar: Differences, differences: dict[str, Differences]) -> dict:
+        """Return the fields of Runs that hold what was seen, the differences with the tokens that the engine took."""
+        return {
+            "ar": self.ties.choose("ar", ar),
+            "differences": {mode: self.ties.choose(mode, own) for mode, own in differences.items()},
+            "sampled": self.tracks.finish(),
+            "ties": self.ties.finish(),
+        }
 
 
 def _own_rows(engine, mode: str, case: Case, nodes, logits, sampling: Sampling) -> dict:

@@ -1,4 +1,4 @@
-"""A trace judged: recorded passes ─► differences to ar ─► the same floors, verdicts and record as a live run.
+"""A trace as the source of a run: recorded passes ─► differences to ar; judged by the same flow as a live run.
 
 ar comes from the trace if it was recorded there, else from a live engine of the same model; docs/trace.md says what
 floor that leaves.
@@ -6,7 +6,7 @@ floor that leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -14,19 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .. import __version__
-from ..base.errors import Unsupported, UsageError, usage_errors
+from ..base.errors import UsageError, usage_errors
 from ..engines.checked import complete
 from ..engines.contract import ASSUMED
 from ..engines.recorded import TraceEngine, layers_to_json, tensor
-from ..judge.case import Outcome, Runs, judge_case
-from ..judge.differences import Differences, join, measure, measure_any, row_hashes
-from ..judge.known import excuse, load_known
+from ..judge.case import Outcome, Runs
+from ..judge.differences import Differences, digests, join, measure, measure_any
 from ..judge.nodes import CONTROL, MODES, reference_problem
-from ..judge.record import make_record
-from ..judge.sampling.judged import Tracks, attach
 from ..judge.sampling.processing import Sampling
-from ..judge.ties import TieTrack
 from ..model.wiring import FORKED, Conv, State, Wiring, reads
 from ..trace.model import SUFFIX, Step, TopLogits
 from ..trace.write import TraceWriter
@@ -35,6 +30,8 @@ from ..tree.case import Case
 from ..tree.draft_tree import merge
 from .check import check
 from .controls import chain_run, forward_run, repeat_run
+from .flow import Part, Subject, judge_all
+from .passes import Watch, attempt
 from .settings import Item, Settings
 from .stored import judge_stored
 
@@ -82,7 +79,8 @@ def writer_for(engine, path: str | Path, settings: Settings | None = None, **bou
 
 def record_trace(engine, items: Sequence[Item], settings: Settings, path: str | Path, **bounds) -> dict:
     """`check`, with every pass that it makes written to a trace at `path`; returns the record of the live run."""
-    return check(engine, items, settings, trace=writer_for(engine, path, settings, **bounds))
+    with writer_for(engine, path, settings, **bounds) as trace:
+        return check(engine, items, settings, trace=trace)
 
 
 # --- from a trace -----------------------------------------------------------------------------------------------------
@@ -124,51 +122,91 @@ def judge_trace(
     steps = engine.trace.steps if steps is None else steps
     reference = reference if reference is None else complete(reference)
     settings = _drawn(replace(settings, wiring=_control(steps) or settings.wiring), engine.header.sampling or {})
-    layers = engine.layers or (reference.layers if reference is not None else ASSUMED)
-    dtype, outcomes, walked, noise = engine.trace.dtype, [], {}, []
     if reference is not None and reference.vocab_size != engine.vocab_size:
         raise UsageError(
             f"trace: rows of {engine.vocab_size} logits, the model has {reference.vocab_size}; expected the same model"
         )
-    supplied: set[str] = set()
-    before: dict[str | None, Step] = {}
-    wrong = _first_wrong(engine.trace.steps)
-    for _, group in groupby(enumerate(steps), key=lambda item: _group(item[1])):
-        group = list(group)
-        if progress:
-            progress(group[0][0], len(steps), group[0][1].id)
-        members = [step for _, step in group]
-        for step, found in zip(members, _references(engine, members, settings, reference, dtype), strict=True):
-            outcome, unusable = _judge_step(engine, step, found, layers, settings, dtype, prompts)
-            accepts = judge_stored(engine, step, layers, settings, dtype, reference, unusable)
-            outcome = replace(outcome, accepts=accepts)
-            outcome = _told(outcome, step, before.get(step.request), wrong)
-            before[step.request] = step
-            supplied |= set() if found.own else {"ar", "forward"}
-            supplied |= {CONTROL} if found.unforked is not None else set()
-            noise += [] if found.noise is None else [found.noise]
-            outcomes.append(outcome)
-            walked[step.id] = _walked(step, outcome)
-    environment = {"ddtree_check": __version__, **engine.describe()}
-    if reference is not None:
-        environment["reference"] = reference.describe()
-    known = [entry for entry in load_known() if entry.covers(environment.get("model_type"), environment)]
-    excused = excuse([outcome.results for outcome in outcomes], known)
-    outcomes = [replace(outcome, results=results) for outcome, results in zip(outcomes, excused, strict=True)]
-    record = make_record(outcomes, layers, settings, environment, engine.provenance)
+    layers = engine.layers or (reference.layers if reference is not None else ASSUMED)
+    parts, total = [], 0
+    for _, group in groupby(steps, key=lambda step: (step.request, step.prompt_tokens, step.tree.tokens[0])):
+        content = list(group)
+        parts.append(Part(total, content[0].id, content))
+        total += len(content)
+    recorded = _Recorded(engine, settings, reference, layers, prompts or {})
+    record = judge_all(
+        recorded.subjects, parts, total, settings, layers=layers, dtype=engine.trace.dtype, model=engine.provenance,
+        described=engine.describe() | ({} if reference is None else {"reference": reference.describe()}),
+        progress=progress,
+    )  # fmt: skip
     for case in record["cases"]:
-        case["engine_accepted"] = walked[case["id"]]
+        case["engine_accepted"] = recorded.walked[case["id"]]
     record["settings"]["draft"] = "trace"
     record["trace"] = {
         "path": str(engine.trace.path),
         "steps": len(steps),
         "layers": "trace" if engine.layers else "reference" if reference is not None else "assumed",
-        "supplied": sorted(supplied),
-        "reference_noise": max(noise, default=None),
+        "supplied": sorted(recorded.supplied),
+        "reference_noise": max(recorded.noise, default=None),
         "top": any("top_ids" in one.arrays for step in steps for one in step.passes),
-        "notes": _notes(engine, steps, record, supplied, walked, reference),
+        "notes": _notes(engine, steps, record, recorded.supplied, recorded.walked, reference),
     }
-    return attach(record, outcomes, settings) if settings.sampling.active else record
+    return record
+
+
+class _Recorded:
+    """A trace whose steps are judged. live: an engine of the same model, or None.
+
+    Kept of the steps so far: supplied, what the live engine gave; noise, the largest errors of its controls; walked, of
+    each step what the recording engine accepted, beside ar.
+    """
+
+    def __init__(self, engine: TraceEngine, settings: Settings, live, layers, prompts: Mapping[str, Sequence[int]]):
+        self.engine, self.settings, self.live, self.layers, self.prompts = engine, settings, live, layers, prompts
+        self.dtype = engine.trace.dtype
+        self.supplied: set[str] = set()
+        self.noise: list[float] = []
+        self.walked: dict[str, dict | None] = {}
+        self._wrong = _first_wrong(engine.trace.steps)
+        self._last: dict[str | None, Step] = {}  # of each request
+
+    def subjects(self, part: Part) -> Iterator[Subject]:
+        """Read steps behind one prefix, which share their reference's checks as the budgets of a live run do."""
+        for step, reference in zip(part.content, _references(self, part.content), strict=True):
+            self.supplied |= set() if reference.own else {"ar", "forward"}
+            self.supplied |= {CONTROL} if reference.unforked is not None else set()
+            self.noise += [] if reference.noise is None else [reference.noise]
+            mismatch = _mismatch(step, self.prompts)
+            yield _RecordedSubject(
+                runs=_runs(self, step, reference, mismatch), problem=reference.problem or mismatch.get("ar"),
+                recorded=self, step=step, before=self._last.get(step.request), wrong=self._wrong.get(step.request),
+                mismatch=mismatch,
+            )  # fmt: skip
+            self._last[step.request] = step
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _RecordedSubject(Subject):
+    """One step. before: the step of its request before it; wrong: the first that was given another tree; mismatch:
+    modes that were fed other tokens, and how."""
+
+    recorded: _Recorded
+    problem: str | None
+    step: Step
+    before: Step | None
+    wrong: Step | None
+    mismatch: dict[str, str]
+
+    def judged(self, judge: Callable[[str | None], Outcome]) -> Outcome:
+        recorded, step, outcome, problem = self.recorded, self.step, judge(self.problem), self.problem
+        if self.runs.across is not None and not problem and _off_at_root(outcome):
+            problem = OTHER
+            outcome = judge(problem)
+        unusable = problem or next(iter(self.mismatch.values()), None)
+        accepts = judge_stored(
+            recorded.engine, step, recorded.layers, recorded.settings, recorded.dtype, recorded.live, unusable
+        )
+        recorded.walked[step.id] = _walked(step, outcome)
+        return _told(replace(outcome, accepts=accepts), step, self.before, self.wrong)
 
 
 def _drawn(settings: Settings, given: Mapping) -> Settings:
@@ -178,11 +216,6 @@ def _drawn(settings: Settings, given: Mapping) -> Settings:
     own = {name: value for name, value in given.items() if name in vars(settings.sampling)}
     rest = {name: value for name, value in given.items() if name not in own}
     return replace(settings, sampling=replace(settings.sampling, **own), **rest)
-
-
-def _group(step: Step) -> tuple:
-    """Steps behind one prefix share their reference's checks, as the budgets of a live run do."""
-    return step.request, step.prompt_tokens, step.tree.tokens[0]
 
 
 def _control(steps: Sequence[Step]) -> str | None:
@@ -199,7 +232,8 @@ def _control(steps: Sequence[Step]) -> str | None:
 # The reference
 
 
-def _references(engine, steps, settings: Settings, live, dtype: str) -> list[Reference]:
+def _references(recorded: _Recorded, steps: Sequence[Step]) -> list[Reference]:
+    engine, settings, live, dtype = recorded.engine, recorded.settings, recorded.live, recorded.dtype
     whole = [_whole(engine, step, "ar") for step in steps]
     lacks = [step for step, rows in zip(steps, whole, strict=True) if rows is None]
     if lacks and live is None:
@@ -212,16 +246,13 @@ def _references(engine, steps, settings: Settings, live, dtype: str) -> list[Ref
     if lacks:
         return [reference_of(step, settings, live, dtype) for step in steps]
     problem = _own_problem(engine, steps, whole, settings, dtype)
-    found = []
+    references = []
     for step, rows in zip(steps, whole, strict=True):
         forward = engine.rows(step, "forward")
         forward = None if forward is None else _differences(rows, *forward, engine.dtype)
-        found.append(Reference(rows, True, forward, problem))
-    if live is not None:
-        found = [
-            _crossed(one, step, settings, live, dtype, engine.dtype) for one, step in zip(found, steps, strict=True)
-        ]
-    return found
+        own = Reference(rows, True, forward, problem)
+        references.append(own if live is None else _crossed(own, step, settings, live, dtype, engine.dtype))
+    return references
 
 
 def _whole(engine, step: Step, mode: str):
@@ -251,20 +282,15 @@ def reference_of(step: Step, settings: Settings, live, dtype: str) -> Reference:
     tree, rule = step.tree, settings.rule
     prefix = live.prefill(step.prompt_tokens)
     rows = live.decode(prefix, tree)
-    errors, forward = [], None
-    for run in (
+    runs = (
         lambda: forward_run(live, step.prompt_tokens, tree, rows),
         lambda: chain_run(live, prefix, tree, rows, None)[0],
         lambda: chain_run(live, prefix, tree, rows, FORKED)[0],
-    ):
-        try:
-            found = run()
-        except Unsupported:
-            continue
-        forward = found if forward is None and not errors else forward
-        errors.append(float(np.max(found.max_abs)))
+    )
+    controls = [control for run in runs if (control := attempt(None, run)[0]) is not None]
+    forward = next(iter(controls), None)
     problem = reference_problem(repeat_run(live, prefix, tree, rows), forward, rule, dtype)
-    pooled = max(errors, default=0.0)
+    pooled = max((float(np.max(control.max_abs)) for control in controls), default=0.0)
 
     def across(found: Differences) -> np.ndarray:
         return np.maximum(rule.floor([np.full(len(found), pooled)], found.ulp), rule.across[dtype] * found.std)
@@ -305,73 +331,68 @@ def _differences(reference, rows, measured: np.ndarray, dtype: torch.dtype) -> D
     return measure_any(reference[nodes], rows[nodes], dtype)[where]
 
 
-def _judge_step(engine, step: Step, found: Reference, layers, settings: Settings, dtype: str, prompts):
-    """The Outcome, and why nothing that was recorded can be judged by another engine, if so."""
+def _runs(recorded: _Recorded, step: Step, reference: Reference, mismatch: Mapping[str, str]) -> Runs:
+    """Return what a step holds, in differences to the reference."""
+    engine, n = recorded.engine, len(step.tree)
     case = Case(step.id, step.prompt_tokens, step.tree, step.source | {"draft": step.source.get("draft", "trace")})
-    given, watched = Given(step), None
-    if isinstance(found.rows, torch.Tensor):
-        watched = Tracks(given, case, found.rows, settings), TieTrack(given, step.tree, found.rows)
-    n, missing, differences = len(step.tree), {}, {}
-    mismatch = _mismatch(step, prompts)
-    problem = found.problem or mismatch.get("ar")
-    hashes, partial = {}, None  # of linear, some paths only: a control, as a sample of them is for a live run
+    watch = None
+    if isinstance(reference.rows, torch.Tensor):
+        watch = Watch(Given(step), case, reference.rows, recorded.settings)
+    differences, missing, hashes = {}, {}, {}
+    sample = None  # of linear, some paths only: a control, as a sample of them is for a live run
     for mode in MODES:
-        held = engine.rows(step, mode)
-        if held is None and mode == CONTROL and found.unforked is not None:
-            differences[mode] = found.unforked
-        elif held is None:
+        passes = engine.rows(step, mode)
+        if passes is None and mode == CONTROL and reference.unforked is not None:
+            differences[mode] = reference.unforked
+        elif passes is None:
             missing[mode] = ("not_run", "no pass of this mode in the trace")
         elif mode in mismatch:
             missing[mode] = ("reference_unusable", mismatch[mode])
+        elif not passes[1].all():
+            measured = passes[1]
+            if mode == "linear":
+                sample = _differences(reference.rows, *passes, engine.dtype), measured
+            first = int(np.argmin(measured))
+            missing[mode] = ("not_run", f"rows at {measured.sum()} of {n} nodes, none for node {first}")
         else:
-            rows, measured = held
-            differences[mode] = _differences(found.rows, rows, measured, engine.dtype)
-            if watched and measured.all() and isinstance(rows, torch.Tensor):
-                sink, rows = watched[0].sink(mode, watched[1].sink(mode)), rows.to(found.rows.device)
+            rows = passes[0]
+            differences[mode] = _differences(reference.rows, *passes, engine.dtype)
+            if watch and isinstance(rows, torch.Tensor):
+                sink, rows = watch.sink(mode), rows.to(reference.rows.device)
                 for nodes in step.order(mode):  # as they were run
                     sink(nodes, rows[nodes])
-                differences[mode] = watched[1].choose(mode, differences[mode])
-            if not measured.all():
-                first = int(np.argmin(measured))
-                missing[mode] = ("not_run", f"rows at {measured.sum()} of {n} nodes, none for node {first}")
-                some = differences.pop(mode), measured
-                partial = some if mode == "linear" else partial
-            elif isinstance(rows, torch.Tensor) and mode != "linear":
-                hashes[mode] = row_hashes(rows, step.tree)
-    chain = None
-    held = engine.rows(step, "chain")
-    linear = differences.get("linear")
-    if held is not None and "chain" not in mismatch and min(one.width for one in step.of("chain")) >= n:
-        chain = (_differences(found.rows, *held, engine.dtype), held[1])
-    wide = bool(step.of("linear")) and min(one.width for one in step.of("linear")) >= n
-    if chain is None and partial is not None and wide:
-        chain = partial
-    if chain is None and linear is not None and not reads(layers, Conv, State):
-        chain = (linear, np.ones(n, dtype=bool))
-    equal = None
-    if engine.exact_control and len(hashes) == 2:
-        equal = hashes["tree_forked"] == hashes[CONTROL]
-    ar, kept = measure_any(found.rows, found.rows, engine.dtype), {}
-    if watched:
-        ar, kept = watched[1].choose("ar", ar), {"sampled": watched[0].finish(), "ties": watched[1].finish()}
-    runs = Runs(
+            if isinstance(rows, torch.Tensor) and engine.exact_control and mode != "linear":
+                hashes[mode] = digests(rows[list(step.tree.clean)])
+    ar = measure_any(reference.rows, reference.rows, engine.dtype)
+    return Runs(
         case=case,
-        ar=ar,
-        differences=differences,
-        **kept,
-        chain=chain,
-        forward=found.forward,
+        chain=_chain(recorded, step, reference, mismatch, differences.get("linear"), sample),
+        forward=reference.forward,
         missing=missing,
-        equal=equal,
-        wide=wide,
-        across=found.across,
-        library_unforked=_library(engine, step, settings),
+        equal=hashes["tree_forked"] == hashes[CONTROL] if len(hashes) == 2 else None,
+        wide=_wide(step, "linear"),
+        across=reference.across,
+        library_unforked=_library(engine, step, recorded.settings),
+        **(watch.findings(ar, differences) if watch else {"ar": ar, "differences": differences}),
     )
-    outcome = judge_case(runs, layers, settings.rule, settings.control, dtype, problem)
-    if found.across is not None and not problem and _off_at_root(outcome):
-        problem = OTHER
-        outcome = judge_case(runs, layers, settings.rule, settings.control, dtype, problem)
-    return outcome, problem or next(iter(mismatch.values()), None)
+
+
+def _chain(recorded: _Recorded, step: Step, reference: Reference, mismatch, linear: Differences | None, sample):
+    """Return the chain control and which nodes it measured, or None: the engine's tree path on chains, or its linear
+    pass where that is the same, or all that there is of the tree's width."""
+    passes = recorded.engine.rows(step, "chain")
+    if passes is not None and "chain" not in mismatch and _wide(step, "chain"):
+        return _differences(reference.rows, *passes, recorded.engine.dtype), passes[1]
+    if sample is not None and _wide(step, "linear"):
+        return sample
+    if linear is not None and not reads(recorded.layers, Conv, State):
+        return linear, np.ones(len(step.tree), dtype=bool)
+    return None
+
+
+def _wide(step: Step, mode: str) -> bool:
+    """Return whether all passes of a mode are as wide as the tree."""
+    return min((one.width for one in step.of(mode)), default=0) >= len(step.tree)
 
 
 def _first_wrong(steps: Sequence[Step]) -> dict[str, Step]:
@@ -406,27 +427,27 @@ class Given:
         return None
 
 
-def _told(outcome: Outcome, step: Step, before: Step | None, wrong: dict[str, Step]) -> Outcome:
+def _told(outcome: Outcome, step: Step, before: Step | None, first: Step | None) -> Outcome:
     """The outcome, with a tree pass that was given another tree than the step's failed: certain, whatever moved.
 
-    Where nothing can be told, since all is off at the root, the step that left a wrong state behind is named.
+    Where nothing can be told, since all is off at the root, the step that left a wrong state behind (`first`) is named.
     """
     result = outcome.results["tree_forked"]
     said = wrong_parents(step, before) or wrong_slot(step) or wrong_positions(step) or two_answers(step)
-    first, cached = wrong.get(step.request), step.source.get("cached_tokens")
+    cached = step.source.get("cached_tokens")
     if result.reason == OTHER and first is not None and (first.round or 0) < (step.round or 0):
         reason = (
             f"off at the root already: step {first.id!r:.60} of this request was given another tree and left a wrong "
             "state behind"
         )
-        return replace(outcome, results=outcome.results | {"tree_forked": replace(result, reason=reason)})
-    if result.reason == OTHER and cached:
+    elif result.reason == OTHER and cached:
         reason = f"{OTHER}; the request began behind a prefix hit of {cached} tokens"
-        return replace(outcome, results=outcome.results | {"tree_forked": replace(result, reason=reason)})
-    if said is None or not result.verdicts:
+    elif said is None or not result.verdicts:
         return outcome
-    reason = f"{said}; {result.reason or 'no logit moved beyond the floor'}"
-    return replace(outcome, results=outcome.results | {"tree_forked": replace(result, verdict="fail", reason=reason)})
+    else:
+        reason = f"{said}; {result.reason or 'no logit moved beyond the floor'}"
+        result = replace(result, verdict="fail")
+    return replace(outcome, results=outcome.results | {"tree_forked": replace(result, reason=reason)})
 
 
 def wrong_parents(step: Step, before: Step | None) -> str | None:
@@ -513,7 +534,7 @@ def _library(engine, step: Step, settings: Settings) -> float | None:
 def _mismatch(step: Step, prompts) -> dict[str, str]:
     """Modes whose passes were fed other tokens than the step says, and how: no verdict on a verify pass follows."""
     found = {}
-    if prompts is not None and step.request in prompts:
+    if step.request in prompts:
         wanted = tuple(prompts[step.request])
         if step.prompt_tokens[: len(wanted)] != wanted:
             said = _first_difference("prompt", wanted, step.prompt_tokens)
@@ -558,8 +579,10 @@ def _walked(step: Step, outcome: Outcome) -> dict | None:
 
 
 def _notes(engine, steps, record: dict, supplied: set[str], walked: Mapping, live) -> list[str]:
-    """What a reader must know of how this trace was judged."""
+    """Return what a reader must know of how this trace was judged."""
     notes = []
+    if engine.trace.part:
+        notes.append("the trace is a part: the run that recorded it was interrupted or has not ended")
     if supplied:
         names = {"ar": "ar", "forward": "full forward passes", CONTROL: CONTROL}
         notes.append(
@@ -583,7 +606,7 @@ def _notes(engine, steps, record: dict, supplied: set[str], walked: Mapping, liv
     checks = [name for name in ("repeat", "forward") if not any(step.of(name) for step in steps)]
     if "ar" not in supplied and checks:
         notes.append(f"ar of the trace was not checked by {' or '.join(checks)}: not recorded")
-    narrow = [step.id for step in steps if any(one.width < len(step.tree) for one in step.of("linear"))]
+    narrow = [step.id for step in steps if step.of("linear") and not _wide(step, "linear")]
     if narrow:
         notes.append(f"linear is narrower than the tree in {len(narrow)} steps, so it is no control there")
     said = [found for found in walked.values() if found is not None]

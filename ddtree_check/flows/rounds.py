@@ -18,12 +18,13 @@ import torch
 from .. import __version__
 from ..base.conclusion import INCONCLUSIVE, Conclusion, ExitCode
 from ..base.errors import Unsupported, UsageError
+from ..base.files import json_number
 from ..base.journal import append_journal, resume_journal
 from ..base.words import counted
 from ..engines.checked import complete
 from ..judge.commit import compare_contents
 from ..judge.differences import measure
-from ..judge.known import load_known
+from ..judge.known import known_for
 from ..judge.nodes import CONTROL, judged_as
 from ..judge.sampling.judged import mode_row
 from ..judge.sampling.processing import Sampler, Sampling
@@ -33,7 +34,7 @@ from ..tree.draft_tree import DraftTree
 from ..tree.drafts.best_first import expected_accepts
 from ..tree.drafts.marginals import drafter_says, ngram_marginals, surprise
 from ..tree.drafts.recorded import Marginals, recorded_to_json
-from ..tree.paths import padded_chain
+from ..tree.paths import first_branch, leaves_first_branch, padded_chain
 from .drafting import draft_tree, from_drafter, stand_in
 from .settings import ROUND_MODES as MODES
 from .settings import SHADOW, Item, Mode, Rounds, Settings
@@ -67,9 +68,10 @@ def generate(
                 f"prompt {item.id}: {len(item.tokens)} tokens leave no room; the model's context is {engine.max_length}"
             )
     environment = engine.describe()
-    known = {entry.mode for entry in load_known() if entry.covers(environment.get("model_type"), environment)}
+    known = {entry.mode for entry in known_for(environment)}
     head = {"settings": settings.to_json(), "rounds": rounds.to_json(), "environment": environment}
-    done = {} if journal is None else {line["id"]: line for line in resume_journal(journal, head)}
+    use = lambda line: conclude([line], settings, rounds, engine.layers, known)  # noqa: E731
+    done = {} if journal is None else resume_journal(journal, head, use)
     found = []
     for place, item in enumerate(items):
         if progress:
@@ -214,7 +216,7 @@ class _Run:
         plain = self.rounds.plain and number % (self.rounds.plain + 1) == self.rounds.plain
         tree = DraftTree((self.root,), (-1,)) if plain else self._draft(number)
         if self.mode.verify is None:
-            tree = first_branch(tree)
+            tree = padded_chain(tree, first_branch(tree))
         if plain:
             logits, committed = self.engine.step(self.prefix, self.root)
             verified, logits = committed, logits[None]
@@ -244,7 +246,7 @@ class _Run:
             "plain": bool(plain),
             "accepted": walk.accepted,
             "ar_accepted": right.accepted,
-            "aside": any(node != tree.children[tree.parents[node]][0] for node in right.path[1:]),
+            "aside": leaves_first_branch(tree, right.path),
             "emitted": len(emitted),
             "parted": parted,
             "drift": self._drift(committed),
@@ -283,7 +285,9 @@ class _Run:
         if self.name == _reference(self.rounds) and self._room():
             table = ngram_marginals((*self.item.tokens, *self.text), self._room(), self.engine.vocab_size)
             other = draft_tree(table, self.settings, self.settings.budgets[0], self.root)
-            ngram = self.ahead.walk(first_branch(other) if self.mode.verify is None else other).accepted
+            ngram = self.ahead.walk(
+                padded_chain(other, first_branch(other)) if self.mode.verify is None else other
+            ).accepted
         followed = [*tree.path_tokens(right.path[-1])[1:], right.bonus]
         excess, variance = surprise(self.table, followed)
         return {
@@ -368,9 +372,9 @@ class _Run:
             "node": node,
             "depth": tree.depth[node],
             "position": len(self.text) + tree.depth[node],
-            "margin": _json(difference.margin[0]),
-            "max_abs": _json(difference.max_abs[0]),
-            "floor": _json(floor[0]),
+            "margin": json_number(difference.margin[0]),
+            "max_abs": json_number(difference.max_abs[0]),
+            "floor": json_number(floor[0]),
             "tie": tie,
             "wrong_accept": len(found["wrong_accept"]),
             "wrong_reject": len(found["wrong_reject"]),
@@ -390,15 +394,7 @@ class _Run:
         )
         if parts[0].error:
             return None
-        return _json(max((part.rms / part.size for part in parts if part.size), default=0.0))
-
-
-def first_branch(tree: DraftTree) -> DraftTree:
-    """The chain of first children."""
-    path = [0]
-    while tree.children[path[-1]]:
-        path.append(tree.children[path[-1]][0])
-    return DraftTree.chain([tree.tokens[node] for node in path])
+        return json_number(max((part.rms / part.size for part in parts if part.size), default=0.0))
 
 
 def _no_deeper(tree: DraftTree, depth: int) -> DraftTree:
@@ -581,7 +577,3 @@ def make_record(engine, rounds: dict, settings: Settings, model: dict) -> dict:
         "verdict": rounds["verdict"],
         "exit_code": rounds["exit_code"],
     }
-
-
-def _json(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

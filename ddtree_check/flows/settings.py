@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..base.errors import UsageError, usage_errors
 from ..base.options import VERBS, check_options, group, option
+from ..judge.exact import HOW
 from ..judge.nodes import CONTROL, MODES
 from ..judge.rule import Rule
 from ..judge.sampling.processing import DECODING, RULES, Sampling
@@ -13,7 +14,7 @@ from ..model.wiring import FORKED, UNFORKED, Wiring, wirings
 from ..tree.accept import PATTERN, is_pattern
 from ..tree.case import Case, check_vocab
 from ..tree.draft_tree import DraftTree
-from ..tree.drafts.best_first import ORDERS, PUBLISHED
+from ..tree.drafts.best_first import LARGEST, ORDERS, PUBLISHED
 from ..tree.drafts.recorded import Marginals
 from ..tree.token_ids import token_ids
 
@@ -26,12 +27,16 @@ SHADOW = "shadow"
 class Drafting:
     """How trees are drafted, one for each budget. order: heap is as built."""
 
-    budgets: tuple[int, ...] = option((16, 64), "Draft nodes per tree, one tree for each number.", "N,...", least=1)
+    budgets: tuple[int, ...] = option(
+        (16, 64), "Draft nodes per tree, one tree for each number.", "N,...", least=1, most=LARGEST
+    )
     acceptance: float = option(
         0.7, "Share of depths where draft self ranks the target's token first.", "SHARE", later=True,
         holds=lambda value: 0 <= value <= 1, expects="a share from 0 to 1",
     )  # fmt: skip
-    length: int = option(LENGTH, "Positions that are drafted, at most.", "N", least=1, later=True, verbs=DECODING)
+    length: int = option(
+        LENGTH, "Positions that are drafted, at most.", "N", least=1, most=LARGEST, later=True, verbs=DECODING
+    )
     candidates: int | None = option(
         None, "Tokens offered at each depth. Default: as many as the budget.", "N", least=1, later=True
     )
@@ -71,6 +76,10 @@ class Checks:
     attribute: bool | None = option(
         None, "Look for where every failing mode goes wrong, the control too. Default: the required modes."
     )
+    exact: str = option(
+        "off", "What must not change a bit: off, leaves with few passes, or all with every edge, order and commit.",
+        "HOW", choices=HOW,
+    )  # fmt: skip
     vocab_size: int | None = option(
         None, "Tokens; logits after them are padding. Default: the model's.", "N", least=2, verbs=VERBS
     )

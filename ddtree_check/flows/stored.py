@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ import torch
 from ..base.errors import Unsupported
 from ..engines.contract import walk
 from ..engines.recorded import tensor
-from ..judge.commit import Accept, Commit, Contents, Judge, Left, Search, Standard
+from ..judge.commit import Accept, Commit, Contents, Judge, Left, Standard, words
 from ..judge.nodes import CONTROL, MODES
 from ..model.wiring import contaminated
 from ..trace.model import Committed, Step, Stored
-from .commit import gather, leaves_first_branch
+from ..tree.paths import leaves_first_branch
+from .commit import gather
 
 STATE = "state"  # the pattern of what is no commit but the state at a node of a pass
 ALONE = "the trace holds no states of a prefill of this path to compare with; record them, or give --model"
@@ -93,15 +94,11 @@ class _Stored:
                 return Commit(
                     "reference_unusable", "a prefill leaves other states than the model's own: " + found.reason
                 )
+        search = partial(self._words, "committed state" if pattern != STATE else "state")
         judge = Judge(path, standard, self.rule, self.dtype, **how)
-        what = "committed state" if pattern != STATE else "state"
-
-        def search(_, found: Left, bad):
-            return self._words(judge, found, bad, what)
-
         return judge.commit(left, own=mode == "linear", expected=expected, search=search)
 
-    def _words(self, judge: Judge, found: Left, bad, what: str):
+    def _words(self, what: str, judge: Judge, found: Left, bad):
         """Whose states they are, by those that the trace holds, or by plain decoding of the live engine."""
         known = dict(self._known())
         if len(known) < len(self.tree) and self.live is not None:
@@ -112,10 +109,8 @@ class _Stored:
         elif self.live is not None:
             before = _aligned(self.live.contents(self._prefix), found.contents)
         complete = known is None or len(known) == len(self.tree)
-        search = Search(judge.path, before, judge.reference.contents, found.contents, bad, complete=complete, what=what)
-        for node, contents in known.items() if known is not None else self._walk(found.contents):
-            search.see(node, contents)
-        return tuple((part, floor, search.say(part, judge.near(part, floor))) for part, floor in bad)
+        standing = known.items() if known is not None else self._walk(found.contents)
+        return words(judge, before, found, bad, standing, complete=complete, what=what)
 
     def _known(self) -> Iterator[tuple[int, Contents]]:
         for node in self.rows["ar"]:

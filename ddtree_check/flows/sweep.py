@@ -128,7 +128,7 @@ def sweep(
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": {"ddtree_check": __version__, **engine.describe()},
-        "model": dict(model or engine.provenance),
+        "model": model or engine.provenance,
         "settings": settings.to_json() | {"blocks": list(blocks)},
         "rounds": rounds.to_json(),
         "rows": rows,

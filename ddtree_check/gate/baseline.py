@@ -121,8 +121,10 @@ def load_baseline(path: str | Path) -> Baseline | None:
                 cell: {name: (_bound(bounds["low"]), _bound(bounds["high"])) for name, bounds in found.items()}
                 for cell, found in data["cells"].items()
             }
+            if not isinstance(data["created"], str) or not isinstance(data["environment"], dict):
+                raise ValueError("created or environment is of another kind")
             return Baseline(data["created"], data["environment"], cells)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise ValueError(f"baseline: {path}: no whole baseline ({error}); freeze it again") from None
 
 

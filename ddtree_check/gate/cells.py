@@ -23,7 +23,7 @@ from .config import Cell
 # An interpreter that ends with the gate, however the gate ends, and is otherwise `ddtree-check`.
 CHILD = (
     "from ddtree_check.gate.cells import end_with_parent; end_with_parent(); "
-    "from ddtree_check.cli.main import main; raise SystemExit(main())"
+    "from ddtree_check.__main__ import main; raise SystemExit(main())"
 )
 TAIL = 4000  # bytes of a log that may hold its last line
 
@@ -42,6 +42,8 @@ class CellResult:
 
     def __post_init__(self):
         kinds = {"cell": str, "verdict": str, "exit_code": int, "reason": str, "seconds": float, "record": bool}
+        if isinstance(self.exit_code, ExitCode):
+            object.__setattr__(self, "exit_code", int(self.exit_code))
         for name, kind in kinds.items():
             if type(getattr(self, name)) is not kind:
                 raise ValueError(f"cell: {name} is {getattr(self, name)!r:.40}, expected {kind.__name__}")

@@ -9,14 +9,13 @@ import importlib.util
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__
 from ..base.errors import UsageError, usage_errors
-from ..base.files import read_text
+from ..base.files import parse_toml, read_text
 from ..base.options import Option, group, offered, option, options
 from ..base.resources import EMBEDDED
 from ..flows.job import RECORDED, RUN, Job, job_of, select_prompts
@@ -67,11 +66,7 @@ class Config(Gate):
 def load_config(path: str | Path) -> Config:
     """Reads a gate.toml. Paths in it are taken from the current directory, as on a command line. Raises UsageError."""
     with usage_errors():
-        text = read_text(path)
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: {error}, expected TOML") from None
+        data = parse_toml(read_text(path), str(path))
     where = str(path)
     _known(where, "", data, SECTIONS)
     for section in ("gate", "matrix", "settings"):
@@ -202,6 +197,11 @@ def validate(config: Config) -> None:
             parse_dtype(cell.job.dtype, None)
         except UsageError as error:
             raise UsageError(f"{config.path}: case {cell.name}: {error}") from None
+        except SystemExit as error:  # of a stranger's module
+            raise UsageError(
+                f"{config.path}: case {cell.name}: engine {cell.job.engine} ends its process ({error.code!r:.60}), "
+                "expected a module that can be imported here"
+            ) from None
 
 
 def fingerprint(config: Config) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,13 @@ class CellNight:
     exit_code: int
     seconds: float
     metrics: Mapping[str, float | None]
+
+    def __post_init__(self):
+        numbers = [self.seconds, *(value for value in self.metrics.values() if value is not None)]
+        if not all(isinstance(value, str) for value in (self.verdict, self.reason, *self.metrics)):
+            raise ValueError("a verdict, reason or name that is no text")
+        if not isinstance(self.exit_code, int) or not all(isinstance(v, float) and math.isfinite(v) for v in numbers):
+            raise ValueError("an exit code, time or metric that is no number")
 
 
 @dataclass(frozen=True)
@@ -115,10 +123,12 @@ def _open(path: str | Path) -> Iterator[sqlite3.Connection]:
         db.execute("PRAGMA foreign_keys = ON")
         _migrate(db, path)
         yield db
-    except sqlite3.Error as error:
+    except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:  # values of other kinds than were written
+        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        step = "make room on its disk" if full else "move it away to begin a new one"
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"history: {path}: {error}, expected a history of ddtree-check that can be written; "
-            "move it away to begin a new one"
+            f"history: {path}: {said}, expected a history of ddtree-check that can be written; {step}"
         ) from None
     finally:
         db.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ..tree.case import Case
 from .attribution import Finding
 from .commit import Accept
 from .differences import Differences
+from .exact import MOVED, Exact
 from .nodes import (
     CONTROL,
     MODES,
@@ -46,6 +47,7 @@ class Runs:
     wide         linear was as wide as the tree, so that it may be its control
     across       for runs whose reference is another engine's: the floor [n] of any run, see docs/trace.md
     exact        errors [n] of ar and each mode against the float64 oracle, if there was one
+    bits         what the exact checks say; None if they were not run
     library_unforked   largest |difference| of the library's own unforked pass to ours
     batched      largest |difference| of a batched reference to one-token steps, on one path
     sampled      what sampling makes of each mode; empty for greedy decoding
@@ -62,6 +64,7 @@ class Runs:
     wide: bool = True
     across: Callable[[Differences], np.ndarray] | None = None
     exact: dict[str, np.ndarray] = field(default_factory=dict)
+    bits: Exact | None = None
     library_unforked: float | None = None
     batched: float | None = None
     sampled: dict[str, Sampled] = field(default_factory=dict)
@@ -111,12 +114,13 @@ def judge_case(
         floors["tree_forked"] = noise.tree_floor(forked)
         why = None if noise.recorded or runs.across else NO_CONTROL
         result = judge_forked(forked, floors["tree_forked"], problem or why)
-        results["tree_forked"] = name_cause(result, tree, layers, rule)
-    leak = Leak(dirty, frozenset(), frozenset(), runs.equal)
+        results["tree_forked"] = _exactly(name_cause(result, tree, layers, rule), runs.bits)
+    law = runs.bits and runs.bits.law
+    leak = Leak(dirty, frozenset(), frozenset(), runs.equal, law)
     if (unforked := runs.differences.get(CONTROL)) is not None:
         floors[CONTROL] = floor = noise.tree_floor(unforked)
         moved = beyond(judge(unforked, floor)) if floor is not None else ()
-        leak = Leak(dirty, near_skip(plan, dirty, rule), frozenset(moved), runs.equal)
+        leak = Leak(dirty, near_skip(plan, dirty, rule), frozenset(moved), runs.equal, law)
         results[CONTROL] = judge_unforked(unforked, floor, leak, problem)
     results = {mode: runs.ties.judge(mode, results[mode]) for mode in MODES}
     for mode, sampled in runs.sampled.items():
@@ -130,6 +134,16 @@ def judge_case(
         acceptance=_acceptance(runs, results),
         controls=noise.controls,
     )
+
+
+def _exactly(result: ModeResult, bits: Exact | None) -> ModeResult:
+    """Return a mode's result with what its exact checks found: a node that is off in bits is no pass and no tie."""
+    if bits is None or bits.verdict != "fail":
+        return result
+    off, worse = set(bits.of(MOVED)), {"pass": "leak", "tie": "flip"}
+    verdicts = [worse.get(verdict, verdict) if node in off else verdict for node, verdict in enumerate(result.verdicts)]
+    reason = f"{result.reason}; {bits.reason}" if result.verdict == "fail" else bits.reason
+    return replace(result, verdict="fail", verdicts=tuple(verdicts), reason=reason)
 
 
 class _Noise:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 import torch
 
+from ..base.files import json_number
 from ..base.words import counted
 from .differences import Differences, measure, ulp
 from .nodes import beyond, judge
@@ -193,6 +194,18 @@ class Search:
         return (other for other, _ in self.bad if other.layer == part.layer)
 
 
+def words(
+    judged: Judge, before: Contents | None, found: Left, bad: Sequence[tuple[Part, float]],
+    standing: Iterable[tuple[int, Contents]], **how,
+) -> tuple[tuple[Part, float, str], ...]:  # fmt: skip
+    """Say of each part that is off what was stored in its place. standing: each node with what plain decoding leaves
+    there; before and how: as in Search."""
+    search = Search(judged.path, before, judged.reference.contents, found.contents, bad, **how)
+    for node, contents in standing:
+        search.see(node, contents)
+    return tuple((part, floor, search.say(part, judged.near(part, floor))) for part, floor in bad)
+
+
 def _by_rows(channel: str) -> bool:
     return channel.partition(".")[0] != "recurrent"
 
@@ -259,10 +272,18 @@ class Commit:
             "verdict": self.verdict,
             "reason": self.reason,
             "bad": [
-                {"layer": p.layer, "channel": p.channel, "error": _json(p.error), "floor": _json(floor), "says": says}
+                {
+                    "layer": p.layer,
+                    "channel": p.channel,
+                    "error": json_number(p.error),
+                    "floor": json_number(floor),
+                    "says": says,
+                }
                 for p, floor, says in self.bad
             ],
-            "steps": [{"max_abs": _json(error), "floor": _json(floor), "verdict": v} for error, floor, v in steps],
+            "steps": [
+                {"max_abs": json_number(error), "floor": json_number(floor), "verdict": v} for error, floor, v in steps
+            ],
         }
 
 
@@ -463,7 +484,3 @@ def _reason(said: Sequence[tuple[Part, float, str]], late: Sequence[int], steppe
             f"logits off from step {late[0] + 1} after the accept" if late else "logits of the next steps kept"
         )
     return "; ".join(words)
-
-
-def _json(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

@@ -27,13 +27,14 @@ class Verdict(Conclusion):
 
 def conclude(
     cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required, commits=(),
-    reactions=(), above: Systematic | None = None,
+    reactions=(), above: Systematic | None = None, recurrent: bool = False,
 ) -> Verdict:  # fmt: skip
     """From all cases to one verdict and exit code, decided by the `required` modes.
 
     commits: what was found of each forced accept, with `modes` (verdict and reason of each), `path`, and `expected`,
     the modes whose wiring must leave a wrong state there. reactions: a `sensitivity.Reaction` for each kind of state.
-    above: what `systematic` says of the run's tree passes.
+    above: what `systematic` says of the run's tree passes. recurrent: the model has layers whose state a tree must
+    fork; then a tree mode is proven by forks alone.
     """
     modes = {
         mode: min((case[mode].verdict for case in cases), key=MODE_VERDICTS.index, default="not_run") for mode in MODES
@@ -65,12 +66,15 @@ def conclude(
         verdict.add(INCONCLUSIVE, str(calm))
     outside = sum(len(leak.outside) for leak in leaks)
     unequal = sum(leak.clean_equal is False for leak in leaks)
-    if outside or unequal:
+    lawless = sum(bool(leak.law and not leak.law.kept) for leak in leaks)
+    if outside or unequal or lawless:
         verdict.sensitive = False
         what = (
             f"{counted(outside, 'node')} moved outside the leak law"
             if outside
             else f"clean nodes differ in {counted(unequal, 'case')}"
+            if unequal
+            else f"foreign tokens move other nodes than the leak law says in {counted(lawless, 'case')}"
         )
         verdict.add(INCONCLUSIVE, f"the unforked control is off: {what}; the forked verdict is not proven")
     for mode in required:
@@ -106,6 +110,13 @@ def conclude(
             INCONCLUSIVE,
             f"the unforked control is off: a wrong state after {counted(len(stray), 'commit')} that the leak law calls "
             "clean; the forked verdict is not proven",
+        )
+    forks = any(leak.contaminated for leak in leaks)
+    if cases and recurrent and not forks and {"tree_forked", CONTROL} & {*required}:
+        verdict.add(
+            INCONCLUSIVE,
+            "no fork was exercised: every tree is a chain, on which a recurrent layer that forks nothing is right too; "
+            "take a --budget or --tree that branches",
         )
     if not cases:
         verdict.add(INCONCLUSIVE, "no case was run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 
 from ..trace.model import TopLogits
-from ..tree.draft_tree import DraftTree
 
 CHUNK = 1 << 19  # logits widened at a time: two rows of a 248,320-token vocabulary
 
@@ -209,12 +207,6 @@ def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The spacing of `dtype` at |value|, in the dtype of `value`."""
     exponent = torch.frexp(value.double())[1].double() - 1
     return torch.finfo(dtype).eps * torch.exp2(exponent)
-
-
-def row_hashes(logits: torch.Tensor, tree: DraftTree) -> list[bytes]:
-    """A digest of each clean node's logits: bit for bit equality without keeping a second array."""
-    rows = logits[list(tree.clean)].cpu().contiguous().view(torch.uint8).numpy()
-    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
 
 
 def digests(rows: torch.Tensor) -> list[int | None]:

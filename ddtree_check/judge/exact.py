@@ -14,10 +14,12 @@ from math import comb
 
 import numpy as np
 
+from ..base.errors import Unsupported
 from ..base.words import counted
 from ..tree.draft_tree import DraftTree
 
 CHANCE = 1e-9  # a verdict is wrong at most this often, where rows move or differ for no fault of their own
+HOW = ("off", "leaves", "all")
 CERTIFIED, MOVED, OPEN = "certified", "moved", "open"
 
 
@@ -28,14 +30,14 @@ def retoken(tree: DraftTree, kept: Iterable[int], vocab_size: int, rng: random.R
     """Return the tree with another token at every node but the root and those of `kept`.
 
     A new token differs from every token that the node and its siblings have in `tree`, so that any subset of the new
-    tokens makes a tree too. Raises ValueError for a vocabulary that is too small for that.
+    tokens makes a tree too. Raises Unsupported for a vocabulary that is too small for that.
     """
     tokens, kept = list(tree.tokens), {0, *kept}
     for parent, children in enumerate(tree.children):
         used = {tree.tokens[child] for child in children}
         changed = [child for child in children if child not in kept]
         if len(used) + len(changed) > vocab_size:
-            raise ValueError(
+            raise Unsupported(
                 f"retoken: node {parent} has {len(children)} children, expected a vocabulary of at least "
                 f"{len(used) + len(changed)}, got {vocab_size}"
             )
@@ -92,8 +94,8 @@ def keeps(
     branches are to be separated, their number grows with the logarithm of the leaves. limit: at most so many sets.
     """
     paths, left, separated = tree.ancestor_mask, wanted.copy(), np.zeros_like(wanted)
-    found: list[frozenset[int]] = []
-    while left.any() and (limit is None or len(found) < limit):
+    sets: list[frozenset[int]] = []
+    while left.any() and (limit is None or len(sets) < limit):
         nodes, strangers = np.nonzero(left)
         picks = [rng.randrange(len(nodes)) for _ in range(TRIES)]
         candidates = [paths[nodes[pick]] for pick in picks] + [~paths[:, strangers[pick]] for pick in picks]
@@ -101,8 +103,8 @@ def keeps(
         best = max(candidates, key=lambda kept: int(left[kept][:, ~kept].sum()))
         for pairs, value in ((left, False), (separated, True)):
             pairs[np.ix_(best, ~best)] = value
-        found.append(frozenset(np.flatnonzero(best).tolist()))
-    return found, separated
+        sets.append(frozenset(np.flatnonzero(best).tolist()))
+    return sets, separated
 
 
 TRIES = 32  # sets of each form that a greedy step chooses from
@@ -252,6 +254,11 @@ class Node:
     layer: int | None = None
     kind: str | None = None
 
+    def to_json(self) -> dict:
+        figures = {name: _tally(getattr(self, name)) for name in ("equal", "moved", "elsewhere")}
+        reads = [vars(edge) for edge in self.reads]
+        return {"value": self.value, **figures, "reads": reads, "through": self.through, "layer": self.layer}
+
     def text(self, node: int) -> str:
         """Return the evidence as a sentence."""
         if self.value == CERTIFIED:
@@ -290,7 +297,7 @@ class Exact:
 
     def of(self, value: str) -> tuple[int, ...]:
         """Return the nodes of this value."""
-        return tuple(node for node, found in enumerate(self.nodes) if found.value == value)
+        return tuple(node for node, evidence in enumerate(self.nodes) if evidence.value == value)
 
     @property
     def verdict(self) -> str:
@@ -334,6 +341,23 @@ class Exact:
             "skipped": self.skipped,
             "passes": self.passes,
         }  # fmt: skip
+
+
+def summary(cases: Sequence[Exact]) -> dict | None:
+    """Return what the cases of a run came to, for its record; None if there are none."""
+    if not cases:
+        return None
+    verdicts = [exact.verdict for exact in cases]
+    return {
+        "verdict": min(verdicts, key=("fail", "open", "pass").index),
+        **{value: sum(len(exact.of(value)) for exact in cases) for value in (CERTIFIED, MOVED, OPEN)},
+        "nodes": sum(len(exact.nodes) for exact in cases),
+        "cases": len(cases),
+        "claimed": sum(exact.influence.claimed for exact in cases),
+        "unclaimed": next((exact.influence.reason for exact in cases if not exact.influence.claimed), None),
+        "pairs": _tally(sum((exact.pairs for exact in cases), Tally())),
+        "passes": sum(sum(exact.passes.values()) for exact in cases),
+    }
 
 
 def _tally(tally: Tally) -> dict[str, int]:

@@ -5,11 +5,12 @@ A new column is one row here. The record, CSV and every view read this table; `r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from ..base.files import json_number
 
 WORST, CASE, NODE, HOVER, CASES = "worst", "case", "node", "hover", "cases"  # worst nodes, all of a case, one, HTML
 
@@ -36,12 +37,6 @@ class Column:
     name: str | None = None
     compute: Callable | None = None
     views: Mapping[str, Look] = field(default_factory=dict)
-
-
-def json_number(value: float) -> float | None:
-    """Return a JSON number; null for what is not finite, which no floor ever covers."""
-    value = float(value)
-    return value if math.isfinite(value) else None
 
 
 def _tree(name: str) -> Callable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from ..base.errors import named
-from ..base.files import read_text
+from ..base.files import parse_toml, read_text
 from ..base.resources import fixtures_dir
 from .nodes import MODES, ModeResult
 
@@ -39,6 +38,10 @@ class KnownFailure:
             raise ValueError(f"known failure {self.id}: families {self.families!r:.60}, expected model types")
         if self.mode and self.mode not in MODES:
             raise ValueError(f"known failure {self.id}: mode {self.mode!r}, expected '' or one of {', '.join(MODES)}")
+        if self.mode and not self.explained:
+            raise ValueError(
+                f"known failure {self.id}: mode {self.mode} without explained, expected the wiring that its logits have"
+            )
         try:
             SpecifierSet(self.versions)
         except InvalidSpecifier:
@@ -46,7 +49,7 @@ class KnownFailure:
                 f"known failure {self.id}: versions {self.versions!r}, expected such as '==5.19.*'"
             ) from None
 
-    def covers(self, model_type: str, versions: dict) -> bool:
+    def covers(self, model_type: str | None, versions: Mapping) -> bool:
         """True for this family under the library version that `versions` (by library name) holds."""
         version = versions.get(self.library)
         return model_type in self.families and version is not None and version in SpecifierSet(self.versions)
@@ -58,10 +61,7 @@ def load_known(path: Path | None = None) -> tuple[KnownFailure, ...]:
     names = {field.name for field in fields(KnownFailure)}
     needed = names - {"explained"}
     found = []
-    try:
-        entries = tomllib.loads(read_text(path)).get("failure", [])
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}, expected TOML") from None
+    entries = parse_toml(read_text(path), str(path)).get("failure", [])
     if not isinstance(entries, list):
         raise ValueError(f"{path}: failure is {entries!r:.60}, expected [[failure]] entries")
     for number, entry in enumerate(entries, start=1):
@@ -73,6 +73,11 @@ def load_known(path: Path | None = None) -> tuple[KnownFailure, ...]:
         with named(f"{path}: entry {number}"):
             found.append(KnownFailure(**entry | {"families": tuple(entry["families"])}))
     return tuple(found)
+
+
+def known_for(environment: Mapping) -> list[KnownFailure]:
+    """Return the entries that cover a run, by what its engine describes."""
+    return [entry for entry in load_known() if entry.covers(environment.get("model_type"), environment)]
 
 
 def excuse(

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..base.files import json_number
 from ..base.words import counted
 from ..model.wiring import UNFORKED, Attention, Layer, Plan, contaminated, reads
 from ..tree.draft_tree import DraftTree
+from .exact import Law
 from .rule import EXACT, Rule
 
 if TYPE_CHECKING:
@@ -137,9 +139,8 @@ class Systematic:
         )
 
     def to_json(self) -> dict:
-        ratio = self.ratio if np.isfinite(self.ratio) else None
         own = {name: getattr(self, name) for name in ("prompts", "limit", "least", "rows", "quiet", "given")}
-        return {"ratio": ratio, **own, "judged": self.judged, "beyond": self.beyond}
+        return {"ratio": json_number(self.ratio), **own, "judged": self.judged, "beyond": self.beyond}
 
 
 def systematic(
@@ -201,6 +202,7 @@ class Leak:
     clean_equal: (
         bool | None
     )  # clean nodes bit for bit equal to the forked run's; None if the engine claims no such thing
+    law: Law | None = None  # which nodes moved in bits with foreign tokens, where that is claimed
 
     @property
     def outside(self) -> frozenset[int]:
@@ -221,6 +223,8 @@ def judge_unforked(differences: Differences, floor: np.ndarray | None, leak: Lea
         return ModeResult("fail", verdicts, f"nodes {sorted(leak.outside)[:8]} moved, which the leak law calls clean")
     if leak.clean_equal is False:
         return ModeResult("fail", verdicts, "clean nodes are not bit for bit those of the forked run")
+    if leak.law and not leak.law.kept:
+        return ModeResult("fail", verdicts, f"with other foreign tokens {leak.law}")
     if not leak.contaminated:
         return ModeResult("pass", verdicts, "nothing to leak")
     nodes = counted(len(leak.contaminated), "contaminated node")

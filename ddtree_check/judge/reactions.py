@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
+from ..base.files import json_number
 
 
 @dataclass(frozen=True)
@@ -27,5 +27,4 @@ class Reaction:
         )
 
     def to_json(self) -> dict:
-        moved = self.moved if np.isfinite(self.moved) else None
-        return {"kind": self.kind, "moved": moved, "floor": self.floor, "reacts": self.reacts}
+        return {"kind": self.kind, "moved": json_number(self.moved), "floor": self.floor, "reacts": self.reacts}

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..base.files import json_number
 from ..model.wiring import Attention, Conv, Layer, State
+from ..tree.paths import leaves_first_branch
 from . import figures
 from .case import Outcome
 from .conclude import conclude
-from .figures import json_number as _number
+from .exact import summary
 from .nodes import CONTROL, judged_as, systematic
 from .reactions import Reaction
 
@@ -39,6 +41,7 @@ def make_record(
         [accept for outcome in outcomes for accept in outcome.accepts or ()],
         reactions,
         above,
+        recurrent=any(isinstance(op, State | Conv) for layer in layers for branch in layer.branches for op in branch),
     )
     cases = [_case_json(outcome) for outcome in outcomes]
     record = {
@@ -52,7 +55,7 @@ def make_record(
             "factor": settings.rule.factor,
             "ulps": settings.rule.ulps,
             "controls": {
-                name: _number(max(float(np.max(o.controls[name])) for o in outcomes if name in o.controls))
+                name: json_number(max(float(np.max(o.controls[name])) for o in outcomes if name in o.controls))
                 for name in ("forward", "pad", "chain")
                 if any(name in outcome.controls for outcome in outcomes)
             },
@@ -64,6 +67,7 @@ def make_record(
         "oracle": _oracle(outcomes),
         "leakage": _leakage(outcomes),
         "coverage": _coverage(layers, outcomes),
+        "exact": summary([outcome.bits for outcome in outcomes if outcome.bits]),
         "sensitivity": [reaction.to_json() for reaction in reactions],
     }
     return verdict.into(record)
@@ -86,9 +90,10 @@ def _case_json(outcome: Outcome) -> dict:
     tree, leak, nodes, modes = outcome.case.tree, outcome.leak, [], {}
     for node in range(len(tree)):
         entry = figures.entry(figures.FACTS, outcome, node)
-        entry["controls"] = {name: _number(values[node]) for name, values in outcome.controls.items()}
+        entry["controls"] = {name: json_number(values[node]) for name, values in outcome.controls.items()}
+        entry["exact"] = outcome.bits and outcome.bits.nodes[node].to_json()
         for mode, errors in outcome.exact.items():
-            entry.setdefault("oracle", {})[mode] = _number(errors[node])
+            entry.setdefault("oracle", {})[mode] = json_number(errors[node])
         for mode in outcome.results:
             if mode not in outcome.differences:
                 entry[mode] = dict.fromkeys(figures.names(figures.FIGURES))
@@ -115,6 +120,7 @@ def _case_json(outcome: Outcome) -> dict:
             "outside": sorted(leak.outside),
             "clean_bitwise_equal": leak.clean_equal,
         },
+        "exact": outcome.bits and outcome.bits.to_json(),
         "commit": None if outcome.accepts is None else [accept.to_json() for accept in outcome.accepts],
         "attribution": {mode: found.to_json() for mode, found in outcome.attribution.items()},
     }
@@ -127,7 +133,7 @@ def _oracle(outcomes: Sequence[Outcome]) -> dict | None:
     names = [mode for mode in outcomes[0].exact if all(mode in outcome.exact for outcome in outcomes)]
     errors = {mode: np.concatenate([outcome.exact[mode] for outcome in outcomes]) for mode in names}
     found = {
-        mode: {"median_abs": _number(np.median(error)), "max_abs": _number(np.max(error))}
+        mode: {"median_abs": json_number(np.median(error)), "max_abs": json_number(np.max(error))}
         for mode, error in errors.items()
     }
     if not {"linear", "tree_forked"} <= errors.keys():
@@ -147,7 +153,7 @@ def _leakage(outcomes: Sequence[Outcome]) -> dict:
         "nodes": sum(len(outcome.case.tree) for outcome in outcomes),
         "contaminated": dirty,
         "flipped": sum(outcome.results[CONTROL].count("flip") for outcome in outcomes),
-        "median_kl": _number(np.median(np.concatenate(kl))) if kl and sum(map(len, kl)) else 0.0,
+        "median_kl": json_number(np.median(np.concatenate(kl))) if kl and sum(map(len, kl)) else 0.0,
         "rounds": len(run),
         "rounds_changed": sum(bool(w["wrong_accept"] or w["wrong_reject"] or w["wrong_bonus"]) for w in walks),
         "wrong_accept_per_round": sum(len(walk["wrong_accept"]) for walk in walks) / max(1, len(run)),
@@ -158,10 +164,7 @@ def _coverage(layers: Sequence[Layer], outcomes: Sequence[Outcome]) -> dict:
     """What the run exercised; a fault in what it did not exercise would not have been seen."""
     trees = [outcome.case.tree for outcome in outcomes]
     paths = [outcome.acceptance["ar"]["path"] for outcome in outcomes]
-    side = sum(
-        any(node != tree.children[tree.parents[node]][0] for node in path[1:])
-        for tree, path in zip(trees, paths, strict=True)
-    )
+    side = sum(map(leaves_first_branch, trees, paths))
     return {
         "cases": len(outcomes),
         "nodes": sum(map(len, trees)),
@@ -193,4 +196,4 @@ def _layer_kinds(layers) -> dict[str, int]:
 def _largest(values: Iterable[float | None]) -> float | None:
     """The largest of what was measured; None if nothing was."""
     found = [value for value in values if value is not None]
-    return _number(max(found)) if found else None
+    return json_number(max(found)) if found else None

@@ -117,8 +117,8 @@ class TieTrack:
             self._absent[mode] = first
 
     def choose(self, mode: str, found: Differences) -> Differences:
-        """The differences with the tokens that the engine itself took, ar's and the mode's."""
-        if not self.choices:
+        """Return the differences with the tokens that the engine took of the mode's rows and of ar's, if it says so."""
+        if mode not in self.choices:
             return found
         return replace(found, argmax=self.choices["ar"], run_argmax=self.choices[mode])
 

@@ -26,13 +26,20 @@ def render_blocks(blocks: Sequence[Table | str]) -> str:
 
 
 def table(block: Table) -> str:
-    """A table with its title above; a bar inside a cell makes no column."""
-    rows = [[str(cell).replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in block.rows]
-    headers = tuple(name.replace("|", "\\|") for name in block.headers)
-    title = f"## {block.title}\n\n" if block.title else ""
+    """Return a table with its title above: a bar inside a cell makes no column, and no word of a record a link."""
+    rows = [[_inert(str(cell)) for cell in row] for row in block.rows]
+    headers = tuple(map(_inert, block.headers))
+    title = f"## {_inert(block.title)}\n\n" if block.title else ""
     return title + layout(Table(block.title, headers, rows), None, "github")
+
+
+def _inert(text: str) -> str:
+    for mark, shown in (("|", "\\|"), ("<", "&lt;"), ("[", "\\["), ("]", "\\]"), ("`", "\\`"), ("://", ":\\//")):
+        text = text.replace(mark, shown)
+    return text
 
 
 def escaped(text: str) -> str:
     """Prose without marks that Markdown would obey."""
-    return "".join(f"\\{letter}" if letter in "\\`*_<>[]|" else letter for letter in text)
+    marked = "".join(f"\\{letter}" if letter in "\\`*_<>[]|" else letter for letter in text)
+    return marked.replace("://", ":\\//")  # GitHub makes a link of a bare address

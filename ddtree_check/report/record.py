@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..base import files
 from ..base.conclusion import PASS
-from ..base.errors import usage_errors
+from ..base.errors import UsageError, usage_errors
 from ..base.files import parse_json, read_text, write_text
 from ..base.words import counted
 from ..tree.draft_tree import DraftTree
@@ -52,38 +54,55 @@ def check_writable(path: str | Path) -> None:
 
 
 def load_record(path: str | Path, *, rounds: bool = False) -> dict:
-    """Reads a record; with `rounds`, one of rounds, a sweep or two servers as well. Raises UsageError naming the file
+    """Read a record; with `rounds`, one of rounds, a sweep or two servers as well. Raises UsageError naming the file
     and what is missing from it."""
     with usage_errors():
         record = parse_json(read_text(path), str(path))
-        if isinstance(record, dict) and record.get("schema") == ROUNDS:
-            if not rounds:
-                raise ValueError(f"{path}: a record of generate, which has no cases; show it whole or by --prompt")
-            _needs(record, "rounds", str(path))
-            _needs(record["rounds"], "found", f"{path}: rounds")
-            for index, prompt in enumerate(record["rounds"]["prompts"]):
-                _needs(prompt, "prompt", f"{path}: rounds.prompts[{index}]")
-            return record
-        whole = {SERVER: "server", SWEEP: "sweep"}.get(record.get("schema")) if isinstance(record, dict) else None
-        if whole:
-            if not rounds:
-                raise ValueError(f"{path}: a record of {whole}, which has no cases; show it whole")
-            _needs(record, whole, str(path))
-            return record
-        if not isinstance(record, dict) or record.get("schema") not in READABLE:
-            found = record.get("schema") if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"{path}: schema {found!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")
-        _needs(record, "record", str(path))
-        for index, case in enumerate(record["cases"]):
-            _needs(case, "case", f"{path}: cases[{index}]")
-            for place, node in enumerate(case["nodes"]):
-                _needs(node, "node", f"{path}: case {case['id']}: nodes[{place}]")
-            try:
-                _same_nodes(case["nodes"], DraftTree.from_json(case["tree"]))
-            except (KeyError, ValueError) as error:
-                raise ValueError(f"{path}: case {case['id']}: {error}; make the record again") from None
-        _follows(record, str(path))
+    with viewing(path):
+        _check(record, str(path), rounds)
     return record
+
+
+@contextlib.contextmanager
+def viewing(path: str | Path) -> Iterator[None]:
+    """Say in one line what a view misses in a record: a name that the caller gave, or a part that somebody edited."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UsageError(f"{path}: no whole record ({type(error).__name__}: {error!s:.100}); make it again") from None
+
+
+def _check(record: object, path: str, rounds: bool) -> None:
+    if not isinstance(record, dict) or not isinstance(record.get("schema"), str):
+        found = record.get("schema") if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"{path}: schema {found!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")
+    if record["schema"] == ROUNDS:
+        if not rounds:
+            raise ValueError(f"{path}: a record of generate, which has no cases; show it whole or by --prompt")
+        _needs(record, "rounds", path)
+        _needs(record["rounds"], "found", f"{path}: rounds")
+        for index, prompt in enumerate(record["rounds"]["prompts"]):
+            _needs(prompt, "prompt", f"{path}: rounds.prompts[{index}]")
+        return
+    if whole := {SERVER: "server", SWEEP: "sweep"}.get(record["schema"]):
+        if not rounds:
+            raise ValueError(f"{path}: a record of {whole}, which has no cases; show it whole")
+        _needs(record, whole, path)
+        return
+    if record["schema"] not in READABLE:
+        raise ValueError(f"{path}: schema {record['schema']!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")
+    _needs(record, "record", path)
+    for index, case in enumerate(record["cases"]):
+        _needs(case, "case", f"{path}: cases[{index}]")
+        for place, node in enumerate(case["nodes"]):
+            _needs(node, "node", f"{path}: case {case['id']}: nodes[{place}]")
+        try:
+            _same_nodes(case["nodes"], DraftTree.from_json(case["tree"]))
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}: case {case['id']}: {error}; make the record again") from None
+    _follows(record, path)
 
 
 def _same_nodes(nodes: list[dict], tree: DraftTree) -> None:

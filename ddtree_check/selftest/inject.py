@@ -86,7 +86,11 @@ class Remembered(Around):
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.fresh, self._known, self._kept, self._off = self._engine.fresh, {}, [], 0
+        self._known, self._kept, self._off = {}, [], 0
+
+    @property
+    def fresh(self):
+        return self._engine.fresh
 
     def prefill(self, tokens):
         return self._once(("prefill", tuple(tokens)), lambda: self.fresh.prefill(tokens))

@@ -76,8 +76,8 @@ def run_servers(
         "reference_model": reference.start(),
     }
     head = {"schema": SCHEMA, "settings": asdict(settings), "servers": where}
-    lines = resume_journal(journal, head) if journal is not None else []
-    done = {line["id"]: line for line in lines if line["reason"] is None}
+    finished = {} if journal is None else resume_journal(journal, head, lambda line: conclude([line], rule))
+    done = {name: line for name, line in finished.items() if line["reason"] is None}
     todo = [prompt for prompt in prompts if done.get(prompt.id, {}).get("prompt") != prompt.text]
     with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
         tasks = {pool.submit(_prompt, server, reference, prompt, settings): prompt for prompt in todo}

@@ -17,6 +17,7 @@ from ..tree.draft_tree import DraftTree
 
 FORMAT = "ddtree-trace/1"
 SUFFIX = ".safetensors"
+PART = "part"  # a file in the folder of a trace whose run is under way, or was interrupted
 PASSES = ("ar", "linear", "tree_forked", "tree_unforked", "chain", "forward", "repeat", "own")
 # What a step may say was committed: by whom, see docs/trace.md.
 COMMITS = ("prefill", "ar", "linear", "chain", "tree_forked", "tree_unforked")
@@ -177,11 +178,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """A header and its steps, in the order of their files."""
+    """A header and its steps, in the order of their files. part: the run that recorded it has not ended."""
 
     path: Path
     header: Header
     steps: tuple[Step, ...]
+    part: bool = False
 
     @cached_property
     def dtype(self) -> str:

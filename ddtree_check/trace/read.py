@@ -20,6 +20,7 @@ from .model import (
     FORMAT,
     INTEGERS,
     LISTS,
+    PART,
     PASSES,
     STORED,
     SUFFIX,
@@ -67,7 +68,7 @@ def read_trace(path: str | Path) -> Trace:
             if twin != raw.file:
                 raise ValueError(f"{raw.file}: step id {step.id!r:.60} is that of {twin.name} too, expected its own")
             steps.append(step)
-        return Trace(Path(path), header, tuple(steps))
+        return Trace(Path(path), header, tuple(steps), (Path(path) / PART).exists())
 
 
 def read_raw(path: str | Path) -> list[Raw]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .model import FORMAT, LISTS, STORED, SUFFIX, Header, Raw, Stored, _bits, _bits_wide, _host, _whole, widen
+from ..base.files import runs
+from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _bits_wide, _host, _whole, widen
 from .read import HEADER_BYTES, _same_header, parse_step, read_raw
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -21,12 +21,14 @@ class TraceWriter:
     """Writes a trace into a folder, one whole file a step; a folder that holds a trace with this header is continued.
 
     header: the fields of `Header`. max_bytes bounds the folder: a step that would pass it is dropped and counted in
-    `dropped`. top: keep the so many largest logits of each row in place of all. Raises ValueError for bad values and
-    OSError if the folder cannot be written.
+    `dropped`. top: keep the so many largest logits of each row in place of all. private: only the owner can read the
+    folder and its files. Raises ValueError for bad values and OSError if the folder cannot be written.
     """
 
-    def __init__(self, path: str | Path, *, max_bytes: int | None = None, top: int | None = None, **header):
-        self.path, self.max_bytes, self.top = Path(path), max_bytes, top
+    def __init__(
+        self, path: str | Path, *, max_bytes: int | None = None, top: int | None = None, private: bool = False, **header
+    ):
+        self.path, self.max_bytes, self.top, self.private = Path(path), max_bytes, top, private
         unknown = sorted(header.keys() - Header.__dataclass_fields__.keys())
         if unknown:
             raise ValueError(f"trace: unknown {unknown[0]!r}, expected {', '.join(Header.__dataclass_fields__)}")
@@ -44,6 +46,8 @@ class TraceWriter:
 
     def _continue(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
+        if self.private:
+            self.path.chmod(0o700)  # raises for somebody else's
         for part in self.path.glob(f".*{SUFFIX}.part"):  # of a writer that was killed
             if not _alive(part.name):
                 part.unlink(missing_ok=True)
@@ -55,10 +59,13 @@ class TraceWriter:
         self._next = max((int(name.removesuffix(SUFFIX)) + 1 for name in names if name[:-12].isdigit()), default=0)
 
     def __enter__(self) -> TraceWriter:
+        """Mark the trace as a part until the block has ended without an error; each step is whole by itself."""
+        (self.path / PART).touch()
         return self
 
-    def __exit__(self, *error) -> None:
-        pass  # every step is on the disk once `write` has returned
+    def __exit__(self, error, *_) -> None:
+        if error is None:
+            (self.path / PART).unlink(missing_ok=True)
 
     def step(
         self,
@@ -108,7 +115,8 @@ class TraceWriter:
             return False
         part = self.path / f".{os.getpid()}-{id(self)}{SUFFIX}.part"
         try:
-            with part.open("wb") as file:
+            mode = 0o600 if self.private else 0o666
+            with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(len(head).to_bytes(8, "little"))
                 file.write(head)
                 for name in order:
@@ -228,16 +236,9 @@ class StepWriter:
 
 
 def _alive(part: str) -> bool:
-    """Whether the process that owns a part file still runs, as far as this machine can tell."""
+    """Return whether the process that owns a part file is under way."""
     pid = part.removeprefix(".").partition("-")[0]
-    if not pid.isdigit():
-        return False
-    with contextlib.suppress(PermissionError):
-        try:
-            os.kill(int(pid), 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-    return True
+    return pid.isdecimal() and runs(int(pid))
 
 
 def _ints(values) -> list[int]:

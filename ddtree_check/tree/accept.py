@@ -9,6 +9,7 @@ import numpy as np
 
 from ..base.errors import UsageError
 from .draft_tree import DraftTree
+from .paths import first_branch
 
 PATTERNS = ("zero", "full", "first", "branch", "every")
 PATTERN = f"{', '.join(PATTERNS)} or a path of nodes such as 0-2-5"
@@ -84,9 +85,7 @@ def accept_nodes(tree: DraftTree, patterns: Sequence[str]) -> dict[int, str]:
     PATH    node ids from the root on, such as 0-2-5, or the last of them
     A pattern that the tree has no node for names none. Raises UsageError for anything else.
     """
-    spine = [0]
-    while tree.children[spine[-1]]:
-        spine.append(tree.children[spine[-1]][0])
+    spine = first_branch(tree)
     aside = [node for node in range(len(tree)) if node not in spine]
     named = {
         "zero": [0],

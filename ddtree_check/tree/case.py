@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +63,11 @@ def check_vocab(case: Case, vocab_size: int) -> None:
 
 def load_cases(path: str | Path) -> list[Case]:
     """Cases from JSON lines, at least one, each with an id of its own. Raises ValueError naming file and line."""
-    cases = []
+    cases, seen = [], set()
     for line, data in json_lines(path):
         with named(f"{path}:{line}"):
             cases.append(Case.from_json(data))
-            _distinct(case.id for case in cases)
+            _distinct(cases[-1].id, seen)
     return cases
 
 
@@ -75,7 +75,9 @@ def save_cases(path: str | Path, cases: Sequence[Case]) -> None:
     """Writes JSON lines that load_cases reads. A run killed meanwhile leaves the old file or the new one, whole."""
     if not cases:
         raise ValueError(f"{path}: no cases to save, expected at least one")
-    _distinct(case.id for case in cases)
+    seen: set[str] = set()
+    for case in cases:
+        _distinct(case.id, seen)
     text = "".join(json.dumps(case.to_json()) + "\n" for case in cases)
     write_text(path, text)
 
@@ -122,11 +124,11 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         if not text.strip():
             raise ValueError(f"{path}: empty, expected the text of a prompt")
         return [Prompt(path.stem, text)]
-    prompts = []
+    prompts, seen = [], set()
     for line, data in json_lines(path):
         with named(f"{path}:{line}"):
             prompts.append(_prompt(data, f"{path.stem}-{line}"))
-            _distinct(prompt.id for prompt in prompts)
+            _distinct(prompts[-1].id, seen)
     return prompts
 
 
@@ -145,9 +147,7 @@ def _name(what: str, value: object) -> None:
         raise ValueError(f"{what}: id {value!a:.60} holds half a surrogate pair, expected text")
 
 
-def _distinct(ids: Iterable[str]) -> None:
-    seen = set()
-    for name in ids:
-        if name in seen:
-            raise ValueError(f"id {name!r:.60} twice, expected an id for each")
-        seen.add(name)
+def _distinct(name: str, seen: set[str]) -> None:
+    if name in seen:
+        raise ValueError(f"id {name!r:.60} twice, expected an id for each")
+    seen.add(name)

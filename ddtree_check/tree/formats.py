@@ -218,6 +218,8 @@ def from_trace(trace: dict) -> tuple[DraftTree, tuple[int, ...]]:
 
 def _accepted(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
     """`path`, checked: the root, then each time a child."""
+    if odd := [node for node in path if not isinstance(node, int | np.integer) or isinstance(node, bool)]:
+        raise ValueError(f"trace: accepted path holds {odd[0]!r:.40}, expected nodes")
     if not path or path[0] != 0:
         raise ValueError(f"trace: accepted path {list(path)!r:.60}, expected one that begins with node 0, the root")
     for before, node in pairwise(path):
@@ -245,6 +247,9 @@ def from_paths(paths: Sequence[Sequence[int | None]]) -> DraftTree:
     """
     if not paths or not all(paths):
         raise ValueError(f"paths: {len(paths)} paths, expected at least one and none of them empty")
+    for number, path in enumerate(paths):
+        if odd := [token for token in path if token is not None and not isinstance(token, int | np.integer)]:
+            raise ValueError(f"paths: path {number} holds {odd[0]!r:.40}, expected token ids")
     tokens, parents = [paths[0][0]], [COMMITTED]
     known: dict[tuple[int, int | None], int] = {}
     ends: list[int] = []

@@ -251,6 +251,8 @@ def _tree(rows: Rows, say: Callable) -> DraftTree | None:
         say("token-missing", f"node {tokens.index(None, 1)} has no token, expected a token id")
         return None
     n = len(parents)
+    if not n or not tokens:
+        raise UsageError(f"{rows.where}: {n} parents and {len(tokens)} tokens, expected at least the root")
     if len(tokens) != n:
         return _lengths(tokens, parents, say)
     if rows.count is not None and rows.count != n:

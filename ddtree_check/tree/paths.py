@@ -35,7 +35,21 @@ def leaf_paths(tree: DraftTree, limit: int | None = None) -> list[Path]:
     return found
 
 
-def padded_chain(tree: DraftTree, path: Sequence[int], rows: int) -> DraftTree:
-    """The path as a chain of `rows` rows: its own tokens, then its last token again. Rows after it cannot reach it."""
+def padded_chain(tree: DraftTree, path: Sequence[int], rows: int = 0) -> DraftTree:
+    """Return the path as a chain of at least `rows` rows: its own tokens, then its last token again, which rows before
+    cannot reach."""
     tokens = [tree.tokens[node] for node in path]
     return DraftTree.chain(tokens + tokens[-1:] * (rows - len(tokens)))
+
+
+def first_branch(tree: DraftTree) -> tuple[int, ...]:
+    """Return the path of first children, from the root to a leaf."""
+    path = [0]
+    while tree.children[path[-1]]:
+        path.append(tree.children[path[-1]][0])
+    return tuple(path)
+
+
+def leaves_first_branch(tree: DraftTree, path: Sequence[int]) -> bool:
+    """Return whether a path from the root on takes another child than the first."""
+    return any(node != tree.children[tree.parents[node]][0] for node in path[1:])

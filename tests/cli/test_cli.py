@@ -22,6 +22,7 @@ from tests.tiny import CONTEXT, VOCAB, break_forked, hand_record
 
 checkpoint = tiny.checkpoint
 
+REPO = Path(__file__).resolve().parents[2]
 QUICK = "--limit 1 --length 2 --budget 3 --controls 1"
 
 
@@ -112,7 +113,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
         "--prompts {in}/good.jsonl",
         0,
     ),
-    ("budget-0", "--budget 0", "budget: got '0', expected numbers of at least 1", "--budget 1", 0),
+    ("budget-0", "--budget 0", "budget: got '0', expected numbers of at least 1", "--budget 1", 2),
     ("budget-word", "--budget 16,x", "budget: got '16,x', expected numbers", "--budget 3,3", 0),
     ("limit-0", "--limit 0", "limit: got 0, expected a number of at least 1", "--limit 2", 0),
     ("limit-word", "--limit x", "Invalid value for '--limit'", "--limit 2", 0),
@@ -161,7 +162,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
         "--limit 2 --draft recorded:{in}/drafts.jsonl",
         "holds 1 drafts, expected one for each prompt up to number 2",
         "--draft recorded:{in}/drafts.jsonl",
-        0,
+        2,  # one node, which forks nothing
     ),
     (
         "draft-token",
@@ -387,6 +388,46 @@ def test_ctrl_c_keeps_the_old_file(saved, monkeypatch, capfd):
     assert capfd.readouterr().err.splitlines()[-1] == "ddtree-check: interrupted"
     assert load_record(saved) == hand_record("a/3")
     assert list(Path(saved).parent.iterdir()) == [Path(saved)]
+
+
+PIPES = {"capture_output": True, "text": True}
+PANIC = type("PanicException", (BaseException,), {})  # as pyo3 names it
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (SystemExit(0), "engine: it ends its process (0), expected it to return or raise"),
+        (SystemExit("bye"), "engine: it ends its process ('bye'), expected it to return or raise"),
+        (PANIC("index out of bounds"), "library: it panicked (index out of bounds), expected input that it can read"),
+        (ImportError("no module x"), "import: no module x, expected libraries as in constraints.txt"),
+    ],
+    ids=["exit", "exit-word", "panic", "import"],
+)
+def test_what_is_no_defect_is_one_line(error, line, monkeypatch, capfd):
+    def stop(job, progress):
+        raise error
+
+    monkeypatch.setattr(output, "run", stop)
+    assert cli.main(["compare"]) == 3 and capfd.readouterr().err == f"ddtree-check: {line}\n"
+
+
+@pytest.mark.parametrize("library", ["numpy", "typer"])
+def test_a_broken_library_is_one_line(library, tmp_path):
+    (tmp_path / f"{library}.py").write_text("raise AttributeError('half installed')\n")
+    line = [sys.executable, "-m", "ddtree_check", "models"]
+    done = subprocess.run(line, cwd=REPO, env=os.environ | {"PYTHONPATH": str(tmp_path)}, **PIPES)
+    assert done.returncode == 3 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("ddtree-check: import: AttributeError: half installed")
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_what_was_run_is_shown_where_it_cannot_be_written(option, monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(output, "run", lambda job, progress: hand_record("a/3"))
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert cli.main(["compare", option, str(tmp_path / "out")]) == 3
+    shown = capfd.readouterr()
+    assert "verdict: pass" in shown.out and "make room there" in shown.err
 
 
 def test_our_own_slips_do_not_read_as_a_defect(monkeypatch, capfd):

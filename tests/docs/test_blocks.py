@@ -26,15 +26,15 @@ import typer
 from ddtree_check.cli.main import app, main
 from ddtree_check.engines.sglang import recorder, scripted
 from ddtree_check.gate.config import load_config
-from ddtree_check.tree import drafts as draft
 from ddtree_check.tree.case import load_prompts, load_tree
+from ddtree_check.tree.drafts.recorded import load_recorded
 from tests.docs.pages import PAGES, REPO, Block, fenced, indented, name
 
 NEEDS = ("gpu", "hub", "server", "index", "hours")
 READERS = {
     "tree": load_tree,
     "prompts": load_prompts,
-    "recorded": draft.load_recorded,
+    "recorded": load_recorded,
     "gate": load_config,
     "recorder": lambda path: recorder.read_options(str(path)),
     "script": scripted.read_script,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from ddtree_check.flows.settings import Item, Settings
 from ddtree_check.flows.sweep import sweep
 from ddtree_check.model.families import FAMILIES
 from ddtree_check.model.wiring import FORKED, UNFORKED
+from ddtree_check.selftest.inject import Faulty, Remembered
 from ddtree_check.tree.draft_tree import DraftTree
 from tests import tiny
 from tests.models import VOCAB, make_engine, prompt, tree
@@ -108,6 +110,7 @@ def test_prefill_step_and_verify_are_enough_to_compare(host):
     assert record["verdict"]["modes"] == {"linear": "pass", "tree_forked": "pass", "tree_unforked": "unsupported"}
     assert record["environment"]["dtype"] == "float32" and record["environment"]["engine"] == host.__name__
     assert record["coverage"]["layers"] == {"assumed": 1} and record["exit_code"] == 2
+    assert json.loads(json.dumps(record)) == record
 
 
 def test_and_a_fault_is_seen_that_way():
@@ -195,6 +198,8 @@ def test_an_engine_is_wrapped_once():
     once = complete(host)
     assert complete(once) is once and complete(once, VOCAB) is once
     assert Checked(once, 9)._engine is host and Checked(once, 9).vocab_size == 9
+    faulty = Faulty(once)
+    assert once.fresh is Remembered(once).fresh is host and Remembered(faulty).fresh is complete(faulty).fresh is faulty
     assert complete(complete(host, 9), 9).prefill((1,)).logits.shape == (9,)
 
 

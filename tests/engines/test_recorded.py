@@ -16,7 +16,7 @@ from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.cli.main import main
 from ddtree_check.engines.recorded import TraceEngine, layers_from_json, layers_to_json
 from ddtree_check.flows.check import Item, Settings, check
-from ddtree_check.flows.replay import judge_trace, record_trace
+from ddtree_check.flows.replay import judge_trace, record_trace, writer_for
 from ddtree_check.judge.commit import flat_contents
 from ddtree_check.judge.differences import TopLogits, measure, measure_any
 from ddtree_check.judge.sampling.processing import Sampling
@@ -134,6 +134,20 @@ BY_LENGTH = inject.keeps(inject.wired(commit="flat"), "recurrent")  # commit row
 BLOCK_END = inject.keeps(inject.block_end, "recurrent", tree_only=True)  # the matrix at the end of the block
 ACCEPT = replace(SETTINGS, accept=("full", "branch"), controls=1)
 TREE_ONLY = replace(SETTINGS, require=("tree_forked",))
+
+
+def test_a_trace_whose_run_was_interrupted_says_that_it_is_a_part(tmp_path):
+
+    def stop(done, *_):
+        if done:
+            raise KeyboardInterrupt
+
+    live = engine("qwen3_5_text")
+    with pytest.raises(KeyboardInterrupt), writer_for(live, tmp_path / "t", SETTINGS) as trace:
+        check(live, ITEMS, SETTINGS, trace=trace, progress=stop)
+    assert replay(tmp_path / "t")["trace"]["notes"][0].startswith("the trace is a part")
+    record_trace(live, ITEMS[:1], SETTINGS, tmp_path / "whole")
+    assert not any("a part" in note for note in replay(tmp_path / "whole")["trace"]["notes"])
 
 
 def stored(record: dict, mode: str = "tree_forked", pattern: str | None = None) -> dict[int, dict]:

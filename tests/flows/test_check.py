@@ -69,14 +69,14 @@ def test_smaller_budgets_share_the_reference_of_larger_ones(record):
     assert [node["ar"] for node in small["nodes"]] == [node["ar"] for node in large["nodes"][:9]]
 
 
-def test_positions_two_too_far_show_over_four_prompts_where_no_node_shows_them():
+def test_positions_two_too_far_show_over_eight_prompts_where_no_node_shows_them():
     """bfloat16 rounds more than two attention layers of eight move a row by, but not at every node of every prompt."""
     host = load_engine("transformers", str(fixtures_dir() / "models" / "tiny-qwen3_5"), dtype="bfloat16", device="cpu")
     far = Wiring("far", positions=lambda t: tuple(depth + 2 * (depth != node) for node, depth in enumerate(t.depth)))
-    items = [Item(f"p{seed}", prompt(12, seed), tree=tree("random", 8, seed=seed)) for seed in range(4)]
+    items = [Item(f"p{seed}", prompt(12, seed), tree=tree("random", 8, seed=seed)) for seed in range(8)]
     right, wrong = (check(e, items, Settings()) for e in (host, Faulty(host, forked=far)))
     for record in (right, wrong):
-        assert [case["modes"]["tree_forked"]["verdict"] for case in record["cases"]] == ["pass"] * 4
+        assert [case["modes"]["tree_forked"]["verdict"] for case in record["cases"]] == ["pass"] * 8
     assert right["exit_code"] == 0 and right["floor"]["systematic"]["ratio"] < 1.2
     assert wrong["exit_code"] == 1 and wrong["verdict"]["modes"]["tree_forked"] == "fail"
     assert "tree_forked: fail (systematically above noise" in wrong["verdict"]["reasons"][0]
@@ -189,13 +189,19 @@ def test_attention_only_models_pass_in_every_mode(family):
 
 def test_a_chain_has_nothing_to_leak():
     record = check(engine("qwen3_5_text"), [Item("p", prompt(5), tree=tree("chain", 8))], SETTINGS)
-    assert record["exit_code"] == 0 and record["verdict"]["sensitive"] is None
+    assert record["exit_code"] == 2 and record["verdict"]["sensitive"] is None
+    assert set(record["verdict"]["modes"].values()) == {"pass"}
+    assert "no fork was exercised" in record["verdict"]["reasons"][0]
+    single = replace(SETTINGS, budgets=(1,), require=("tree_unforked",))
+    assert check(engine("qwen3_5_text"), ITEMS[:1], single)["exit_code"] == 2
+    attention = check(engine("llama"), [Item("p", prompt(5), tree=tree("chain", 8))], SETTINGS)
+    assert attention["exit_code"] == 0
 
 
-@pytest.mark.parametrize("name", ["root-only", "star", "comb"])
-def test_small_and_flat_trees(name):
+@pytest.mark.parametrize(("name", "code"), [("root-only", 2), ("star", 0), ("comb", 0)])
+def test_small_and_flat_trees(name, code):
     case = DraftTree((5,), (-1,)) if name == "root-only" else tree(name, 6)
-    assert check(engine("qwen3_5_text"), [Item("p", prompt(1), tree=case)], SETTINGS)["exit_code"] == 0
+    assert check(engine("qwen3_5_text"), [Item("p", prompt(1), tree=case)], SETTINGS)["exit_code"] == code
 
 
 def test_nan_logits_are_never_within_noise():
@@ -374,11 +380,14 @@ def test_a_known_failure_excuses_no_other_failure_of_its_mode(family, wiring):
 
 
 def test_known_failures_are_named_and_do_not_turn_the_exit_code(monkeypatch):
-    entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
-    monkeypatch.setattr("ddtree_check.flows.check.load_known", lambda: (entry,))
+    entry = KnownFailure(
+        "bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1", "state=flat"
+    )
+    monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
     host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]))
     host.describe = lambda: engine("qwen3_5_text").describe() | {"model_type": "qwen3_5_text"}
-    record = check(host, ITEMS[:1], SETTINGS)
+    unsought = replace(SETTINGS, attribute=False)  # nobody asks whether the logits are those of state=flat
+    record = check(host, ITEMS[:1], unsought)
     assert record["verdict"]["modes"] == {"linear": "known_failure", "tree_forked": "pass", "tree_unforked": "fail"}
     assert record["exit_code"] == 0 and "bent: bends" in record["cases"][0]["modes"]["linear"]["reason"]
     assert record["cases"][0]["attribution"] == {}

@@ -137,7 +137,8 @@ def test_every_node_commits_right_after_short_prompts(length, dtype, accept):
 def test_budgets(budget):
     accept = ("zero", "first", "full", "branch")
     record = commits(engine("qwen3_5_text"), tree("random", budget, seed=budget), accept=accept)
-    assert record["exit_code"] == 0 or record["verdict"]["sensitive"] is False
+    forks = budget > 1  # a root alone forks nothing, which proves nothing of a recurrent model
+    assert record["exit_code"] == (0 if forks else 2) or record["verdict"]["sensitive"] is False
     assert set(verdicts(record, "tree_forked").values()) == {"pass"}
 
 
@@ -316,17 +317,19 @@ def _scaled(contents, factor):
 
 
 def test_a_pass_that_is_known_to_be_wrong_may_leave_a_wrong_state(monkeypatch):
-    entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
-    monkeypatch.setattr("ddtree_check.flows.check.load_known", lambda: (entry,))
+    entry = KnownFailure(
+        "bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1", "state=flat"
+    )
+    monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
     fault = keeps(inject.before, "recurrent")
     host = Faulty(
         engine("qwen3_5_text"),
         linear=lambda logits: logits.flip(-1),
         commit=lambda *given: fault(*given) if given[1].plan is None else given[3],
     )
-    record = commits(host, accept=("branch",))
+    record = commits(host, accept=("branch",), attribute=False)  # nobody asks whose logits they are
     assert verdicts(record, "linear") == {SIDE: "fail"} and record["exit_code"] == 0
-    monkeypatch.setattr("ddtree_check.flows.check.load_known", lambda: ())
+    monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: ())
     assert commits(host, accept=("branch",))["exit_code"] == 1
 
 

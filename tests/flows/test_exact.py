@@ -13,7 +13,10 @@ import torch
 from scipy.stats import fisher_exact
 
 from ddtree_check.base.errors import Unsupported
+from ddtree_check.engines.checked import Checked
+from ddtree_check.flows.check import check
 from ddtree_check.flows.exact import exact_run
+from ddtree_check.flows.settings import Item, Settings
 from ddtree_check.judge.differences import digests
 from ddtree_check.judge.exact import (
     Change,
@@ -60,7 +63,7 @@ def test_retoken_changes_every_token_off_a_path_and_any_part_of_it_is_a_tree(tre
 
 
 def test_retoken_refuses_a_vocabulary_too_small_for_a_node_s_children():
-    with pytest.raises(ValueError, match="node 0 has 5 children, expected a vocabulary of at least 10, got 9"):
+    with pytest.raises(Unsupported, match="node 0 has 5 children, expected a vocabulary of at least 10, got 9"):
         retoken(DraftTree((0, 1, 2, 3, 4, 5), (-1, 0, 0, 0, 0, 0)), (), 9, rng())
 
 
@@ -298,11 +301,10 @@ def with_stranger(tree: DraftTree, node: int) -> np.ndarray:
 
 def test_prefill_and_verify_are_enough():
     inner = models.engine("qwen3_5_text", "bfloat16")
-    bare = SimpleNamespace(prefill=inner.prefill, verify=inner.verify, vocab_size=inner.vocab_size, layers=inner.layers)
-    assert run(bare).verdict == "pass"
+    parts = {"vocab_size": inner.vocab_size, "layers": inner.layers, "prefill": inner.prefill}
+    assert run(Checked(SimpleNamespace(**parts, verify=inner.verify), name="bare")).verdict == "pass"
     wrong = Faulty(inner, forked=moved_edge("mask", 9, fault("stranger in mask", 9)[1]))
-    bare.verify = wrong.verify
-    found = run(bare)
+    found = run(Checked(SimpleNamespace(**parts, verify=wrong.verify), name="bare"))
     assert found.verdict == "fail" and found.nodes[9].reads[0].layer is None
 
 
@@ -356,3 +358,39 @@ def test_what_an_engine_cannot_vary_is_said(small):
     engine = Faulty(models.engine("llama", "bfloat16"), batches=lambda: "one request a pass", commit=refuses)
     found = run(engine, small, how="all", prompt=PROMPT)
     assert found.verdict == "pass" and found.skipped == {"requests": "one request a pass", "commits": "no commit here"}
+
+
+# In a comparison
+
+
+def checked(engine, **settings) -> dict:
+    return check(engine, [Item("one", PROMPT, TREE)], Settings(**settings))
+
+
+def test_a_comparison_holds_the_evidence_of_every_node():
+    record = checked(models.engine("qwen3_5_text", "bfloat16"))
+    (case,) = record["cases"]
+    assert record["exact"]["verdict"] == case["exact"]["verdict"] == "pass" and record["exact"]["certified"] == len(
+        TREE
+    )
+    assert {node["exact"]["value"] for node in case["nodes"]} == {"certified"}
+    assert case["exact"]["law"]["expected"] == case["leak_law"]["contaminated"]
+    assert "relocation" not in case["exact"]["passes"]  # the chain control was the first draw
+    assert checked(models.engine("qwen3_5_text", "bfloat16"), exact="off")["exact"] is None
+
+
+def test_a_position_too_far_in_bfloat16_fails_the_run_which_floors_let_pass():
+    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=moved_edge("positions", 9, TREE.depth[9] + 1))
+    assert checked(engine, exact="off")["verdict"]["modes"]["tree_forked"] == "pass"
+    record = checked(engine)
+    assert record["exit_code"] == 1 and record["verdict"]["modes"]["tree_forked"] == "fail"
+    assert record["cases"][0]["nodes"][9]["tree_forked"]["verdict"] in ("leak", "flip")
+    assert any("off in bits: node 9 equals its path as a chain in 0 of" in why for why in record["verdict"]["reasons"])
+
+
+def test_a_control_that_moves_other_nodes_than_the_law_says_proves_nothing():
+    stray = Wiring("stray", state="flat", conv="flat", mask=lambda tree: with_stranger(tree, 1))
+    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), unforked=stray, exact_control=False)
+    record = checked(engine)
+    assert record["cases"][0]["exact"]["law"]["outside"] == [1] and record["exit_code"] == 2
+    assert any("the unforked control is off" in reason for reason in record["verdict"]["reasons"])

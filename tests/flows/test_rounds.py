@@ -11,7 +11,7 @@ import torch
 from ddtree_check.base.errors import Unsupported, UsageError
 from ddtree_check.flows import rounds as module
 from ddtree_check.flows.check import Item, Settings
-from ddtree_check.flows.rounds import MODES, Ahead, Rounds, attach, first_branch, generate
+from ddtree_check.flows.rounds import MODES, Ahead, Rounds, attach, generate
 from ddtree_check.judge.known import KnownFailure
 from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.report.terminal import rounds_blocks, titled
@@ -19,6 +19,7 @@ from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, keeps
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.recorded import Marginals
+from ddtree_check.tree.paths import first_branch, padded_chain
 from tests.models import engine, make_engine, nan_at_the_root, prompt, tree
 
 SETTINGS = Settings(budgets=(16,))
@@ -206,10 +207,12 @@ def test_a_lost_position_is_a_drift_without_a_number():
 
 
 def test_a_known_failure_of_the_library_is_named_and_no_defect(monkeypatch):
-    entry = KnownFailure("bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1")
+    entry = KnownFailure(
+        "bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1", "state=flat"
+    )
     host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits.flip(-1))
     assert run(host, ITEMS[1:], 2)["exit_code"] == 1
-    monkeypatch.setattr(module, "load_known", lambda: (entry,))
+    monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
     found = run(host, ITEMS[1:], 2)
     assert found["exit_code"] != 1 and found["verdict"]["reasons"][0].startswith("rounds: linear: known_failure (")
 
@@ -283,8 +286,8 @@ def test_looking_ahead_is_plain_decoding_from_wherever_the_text_went():
 
 def test_the_first_branch():
     case = DraftTree((1, 2, 3, 4, 5), (-1, 0, 0, 1, 2))
-    assert first_branch(case) == DraftTree.chain([1, 2, 4])
-    assert first_branch(DraftTree((1,), (-1,))) == DraftTree.chain([1])
+    assert first_branch(case) == (0, 1, 3) and padded_chain(case, (0, 1, 3)) == DraftTree.chain([1, 2, 4])
+    assert first_branch(DraftTree((1,), (-1,))) == (0,)
 
 
 # --- engines that refuse a wiring, or pick tokens themselves ----------------------------------------------------------

@@ -51,7 +51,7 @@ def test_rounds_of_the_wrong_kind_are_one_line(wrong):
 
 ENTRY = {
     "id": '"x"', "library": '"transformers"', "versions": '"==5.19.*"', "families": '["jamba"]', "check": '"linear"',
-    "mode": '"linear"', "cause": '"c"', "see": '"s"', "measured": '"4"',
+    "mode": '"linear"', "cause": '"c"', "see": '"s"', "measured": '"4"', "explained": '"state from zeros"',
 }  # fmt: skip
 
 

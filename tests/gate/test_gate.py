@@ -199,6 +199,9 @@ def test_an_engine_of_ones_own_is_found_in_the_current_directory():
         with pytest.raises(UsageError, match=said):
             find_engine(name)
     Path("own_engine_c.py").write_text("1 / 0\n")
+    Path("own_engine_d.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(UsageError, match=r"engine: own_engine_d:Engine: SystemExit: 0; expected a module"):
+        validate(configured('[matrix]\nengine = ["own_engine_d:Engine"]\n'))
     with pytest.raises(UsageError, match="own_engine_c:Engine: ZeroDivisionError: division by zero; expected a module"):
         find_engine("own_engine_c:Engine")
 
@@ -623,9 +626,8 @@ def test_a_cell_whose_time_is_up_is_stopped_with_all_it_started(here, monkeypatc
 
 def test_a_cell_ends_with_its_gate(here):
     script = f"from pathlib import Path; from ddtree_check.gate import cells; cells.CHILD = {SLEEPER!r}; "
-    script += (
-        "cells.run_cell(cells.Cell('x', __import__('ddtree_check.flows.job').job.Job(), 900.0), Path('r'), Path('l'))"
-    )
+    script += "from ddtree_check.flows.job import Job; "
+    script += "cells.run_cell(cells.Cell('x', Job(), 900.0), Path('r'), Path('l'))"
     gate = subprocess.Popen([sys.executable, "-c", script])
     end = time.monotonic() + 30
     while not Path("pids").exists() and time.monotonic() < end:
@@ -687,7 +689,8 @@ def test_nights_come_back_as_they_were_and_once():
 
 def test_a_store_that_fails_leaves_nothing_of_the_night():
     cell = history.CellNight("pass", "", 0, 1.5, {"x": 0.5})
-    bad = history.CellNight("pass", None, 0, 1.5, {})  # NOT NULL: fails in the midst of the transaction
+    bad = history.CellNight("pass", "", 0, 1.5, {})
+    object.__setattr__(bad, "reason", None)  # NOT NULL: fails in the midst of the transaction
     night_ = one_night("1")
     with pytest.raises(UsageError, match=r"history: h\.db: "):
         history.store("h.db", history.Night("2", "g", "t", "f", {}, 0, {"a": cell, "b": bad}))

@@ -160,6 +160,27 @@ def test_exit_codes(case, found, required, code):
     assert code == 0 or verdict.reasons
 
 
+CHAIN = leak((), (), ())
+
+
+@pytest.mark.parametrize(
+    ("leaks", "required", "recurrent", "code"),
+    [
+        pytest.param([CHAIN], DEFAULT, True, 2, id="chains"),
+        pytest.param([CHAIN], ("tree_unforked",), True, 2, id="chains-the-control-required"),
+        pytest.param([CHAIN], ("linear",), True, 0, id="chains-a-linear-draft"),
+        pytest.param([CHAIN], DEFAULT, False, 0, id="attention-alone"),
+        pytest.param([CHAIN, leak()], DEFAULT, True, 0, id="one-tree-branches"),
+    ],
+)
+def test_chains_prove_no_fork_of_a_recurrent_model(leaks, required, recurrent, code):
+    cases = [run(unforked="pass" if found is CHAIN else "fail") for found in leaks]
+    verdict = conclude(cases, leaks, RULE, "float32", required, recurrent=recurrent)
+    assert verdict.exit_code == code and any("no fork was exercised" in why for why in verdict.reasons) == (code == 2)
+    defect = conclude([run("fail", unforked="pass")], [CHAIN], RULE, "float32", DEFAULT, recurrent=recurrent)
+    assert defect.exit_code == 1
+
+
 def test_no_case_is_not_a_pass():
     verdict = conclude([], [], RULE, "float32", DEFAULT)
     assert verdict.exit_code == 2 and "no case was run" in verdict.reasons

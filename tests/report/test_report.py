@@ -225,6 +225,17 @@ def test_quiet_is_the_last_line():
     assert terminal.render(hand_record("a/3"), quiet=True) == terminal.render(hand_record("a/3")).splitlines()[-1]
 
 
+def test_names_of_an_edited_record_are_text_and_no_links():
+    data = break_forked(hand_record("a/3"))
+    case, name = data["cases"][0], "[free](http://x.test) www `a` <b> |"
+    case["id"] = name
+    case["modes"]["tree_forked"]["reason"] = name
+    data["verdict"]["modes"] = {name: "pass"} | data["verdict"]["modes"]
+    data["model"]["name"] = name
+    text = markdown.render(data)
+    assert "free" in text and not re.search(r"(?<!\\)\[free|://|<b>|(?<!\\)`a", text)
+
+
 def test_markdown_has_the_same_tables():
     text = markdown.render(break_forked(hand_record("a/3")))
     assert text.count("\n## ") == 5 and "## Cases, against ar at every node" in text

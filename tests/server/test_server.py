@@ -273,6 +273,25 @@ def test_a_killed_run_goes_on_after_its_finished_prompts(tmp_path):
             api.close()
 
 
+@pytest.mark.parametrize(
+    "change", [{"id": 3}, {"own": [None, "a"]}, {"runs": 3}, {"runs": [{}]}, {"reason": None, "changed": {}}], ids=str
+)
+def test_an_odd_line_of_a_journal_is_named(change, tmp_path):
+    path = tmp_path / "run.jsonl"
+    run(Toy(), journal=str(path), concurrency=1)
+    lines = path.read_text().splitlines()
+    where = json.loads(lines[0])["servers"]
+    path.write_text("\n".join([lines[0], json.dumps(json.loads(lines[1]) | change), *lines[2:]]) + "\n")
+    with serving(Toy()) as ours, serving(Toy()) as theirs:
+        path.write_text(path.read_text().replace(where["base_url"], f"{ours}/v1"))
+        path.write_text(path.read_text().replace(where["reference_url"], f"{theirs}/v1"))
+        apis = [Api(name, url, retries=0) for name, url in (("base-url", ours), ("reference-url", theirs))]
+        with pytest.raises(UsageError, match=r"run.jsonl:2: no finished line of this run \("):
+            run_servers(*apis, PROMPTS, SETTINGS, journal=str(path))
+        for api in apis:
+            api.close()
+
+
 def test_what_was_not_run_is_asked_for_again(tmp_path):
     server = Toy(fail=lambda number: (500, b"") if number <= 2 else None)
     options = {"model": "toy", "retries": 0, "sleep": lambda _: None}

@@ -212,7 +212,7 @@ def test_bad_steps_and_headers_are_refused(tmp_path):
 
 WRITES = """
 import sys, numpy as np
-from ddtree_check.trace.passes import TraceWriter
+from ddtree_check.trace.write import TraceWriter
 trace = TraceWriter(sys.argv[1], engine="x", model="m", dtype="float32", vocab_size=50)
 assert not {"torch", "transformers"} & set(sys.modules), "the writer needs no torch"
 print("ready", flush=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ddtree_check.tree.case import Case, Prompt, check_vocab, load_cases, load_prompts, load_tree, save_cases
 from ddtree_check.tree.draft_tree import DraftTree
+from tests.limits import within
 
 NAMED = DraftTree((None, 1, 2, 1, 3, 1), (-1, 0, 0, 1, 2, 4))
 CASE = Case("named", (5, 6), NAMED, {"draft": "ngram", "budget": 5, "seed": None, "order": "heap"})
@@ -251,3 +252,10 @@ def test_an_id_is_text(tmp_path):
     path.write_text('{"id": "a\\ud800b", "token_ids": [5]}', encoding="utf-8")
     with pytest.raises(ValueError, match="half a surrogate pair"):
         load_prompts(path)
+
+
+def test_many_prompts_are_read_in_time(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f'{{"text": "{n}"}}\n' for n in range(20_000)))
+    with within(seconds=10, mebibytes=256):
+        assert len(load_prompts(path)) == 20_000

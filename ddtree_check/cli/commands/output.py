@@ -7,9 +7,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from ...base.errors import UsageError, usage_errors
+from ...base.errors import usage_errors
 from ...flows.job import Job, run
 from ...report.record import check_writable, write_record
 from ...report.text import plain
@@ -29,11 +28,13 @@ def finish(job: Job, path: str | None, view: Callable[[dict], str], html: str | 
             check_writable(target)
     with progress() as show:
         record = run(job, show)
-    if path is not None:
-        write_record(path, record)
-    if html is not None:
-        write_html(html, record)
-    show_text(view(record))
+    try:
+        if path is not None:
+            write_record(path, record)
+        if html is not None:
+            write_html(html, record)
+    finally:
+        show_text(view(record))  # of what was run, also where a file cannot be written
     return record["exit_code"]
 
 
@@ -44,17 +45,6 @@ def write_html(path: str, record: dict) -> None:
 
     with usage_errors():
         write_text(path, html.render(record))
-
-
-@contextlib.contextmanager
-def viewing(path: Path) -> Iterator[None]:
-    """What a view does not find was named by the caller, or is missing from a file that somebody edited."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{path}: no whole record ({type(error).__name__}: {error}); make it again") from None
 
 
 def show_text(text: str, *, data: bool = False) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from ...base.errors import UsageError
 from ...report.drawing import draw_tree
-from ...report.record import ROUNDS, SERVER, SWEEP, load_record
+from ...report.record import ROUNDS, SERVER, SWEEP, load_record, viewing
 from ...report.terminal import (
     case_blocks,
     find_case,
@@ -24,7 +24,7 @@ from ...report.terminal import (
     render_rounds,
 )
 from .options import HtmlFile, Record
-from .output import show_text, unicode, viewing, width, write_html
+from .output import show_text, unicode, width, write_html
 
 
 class Format(StrEnum):

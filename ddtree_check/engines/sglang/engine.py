@@ -335,7 +335,7 @@ def _parameters(text) -> int:
     """0 for an architecture that SGLang alone has: then SGLang itself says what does not fit."""
     try:
         return loading.count_parameters(text)
-    except (KeyError, ValueError):
+    except UsageError:
         return 0
 
 

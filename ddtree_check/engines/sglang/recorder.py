@@ -17,7 +17,6 @@ import queue
 import random
 import threading
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ...base.errors import UsageError, usage_errors
-from ...base.files import read_text
+from ...base.files import parse_toml, read_text
 from ...trace.model import DTYPES
 from ...trace.write import TraceWriter
 from ...tree.draft_tree import DraftTree
@@ -111,12 +110,12 @@ def read_options(value: str) -> Options:
         return Options(folder=value)
     with usage_errors():
         try:
-            data = tomllib.loads(read_text(value))
+            data = parse_toml(read_text(value), value)
             unknown = sorted(data.keys() - Options.__dataclass_fields__.keys())
             if unknown:
                 raise ValueError(f"unknown {unknown[0]!r}, expected {', '.join(Options.__dataclass_fields__)}")
             return Options(**data)
-        except ValueError as error:  # TOMLDecodeError too
+        except ValueError as error:
             text = str(error)
             raise ValueError(text if text.startswith(value) else f"{value}: {text}") from None
 
@@ -597,7 +596,14 @@ class Recorder(Guarded):
             header = dict(taken.header)
             rank = header.pop("rank")
             self._path = Path(self.options.folder) / f"rank{rank}-{os.getpid()}"
-            self._writer = TraceWriter(self._path, max_bytes=int(self.options.max_mb * 2**20), **header)
+            Path(self.options.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._writer = TraceWriter(self._path, max_bytes=int(self.options.max_mb * 2**20), private=True, **header)
+            log.warning(
+                "ddtree-check: the tokens of users' requests are recorded, %g of all steps, in %s, which only its "
+                "owner can read",
+                self.options.rate,
+                self._path,
+            )
         return self._writer
 
 
@@ -797,5 +803,7 @@ def _event(tensor):
 
 def _replace(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
+    part.unlink(missing_ok=True)  # a process with this number may have died in it
+    with open(part, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
     part.replace(path)

@@ -171,7 +171,10 @@ def _last(tree: DraftTree, accept: object) -> int:
     if accept not in ACCEPTS:
         raise ValueError(f"accept {accept!r:.40}, expected {', '.join(ACCEPTS)} or a node in 0..{len(tree) - 1}")
     first = {0, *(kids[0] for kids in tree.children if kids)}
-    side = {node for node in range(len(tree)) if not first.issuperset(tree.path(node))}
+    side: set[int] = set()
+    for node, parent in enumerate(tree.parents):
+        if node not in first or parent in side:
+            side.add(node)
     if accept == "none":
         return 0
     among = side if accept == "side" else set(range(len(tree))) - side

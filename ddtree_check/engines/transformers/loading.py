@@ -18,12 +18,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    PretrainedConfig,
 )
 from transformers.utils import cached_file
 
 from ...base.errors import UsageError
 from ...base.resources import EMBEDDED, fixtures_dir
 from ...model.families import ALIASES, FAMILIES
+from ..checkpoint import check_folder, check_sizes, stored_count, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32", "f64": "float64"}
@@ -76,7 +78,9 @@ def load_model(
     text = config.get_text_config(decoder=True)
     wanted = wanted_dtype(name, config, dtype)
     where = pick_device(device)
-    parameters = count_parameters(text)
+    parameters = count_parameters(text, source)
+    if weights == "real":
+        _require_weights(source, text, parameters)
     needed = parameters * wanted.itemsize
     spread = (
         weights == "real"
@@ -135,8 +139,20 @@ def load_config(name: str | None, source: str, weights: str = "real"):
     if weights == "random" and alias and alias.shape:  # no need to ask the hub
         shape = dict(alias.shape)
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
+    if Path(source).is_dir():
+        check_folder(Path(source))
     try:
-        return AutoConfig.from_pretrained(source)
+        data, _ = PretrainedConfig.get_config_dict(source)
+        check_sizes(data, source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if not Path(source).is_dir() and (folder := snapshot(source)):
+            check_folder(folder)
+        text = config.get_text_config(decoder=True)
+        if not all(isinstance(dtype, torch.dtype | None) for dtype in (text.dtype, config.dtype)):
+            raise ValueError(f"dtype {text.dtype!r:.40}, expected the name of one")
+        return config
+    except UsageError:
+        raise
     except Exception as error:
         if (Path(source) / "config.json").exists():
             raise UsageError(
@@ -163,7 +179,7 @@ def missing_weights(name: str, source: str, error: Exception) -> UsageError:
 def load_tokenizer(source: str):
     """The tokenizer of a model, or None if it has none that can be loaded."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception:  # any of a dozen errors: missing file, missing package, unknown class
         return None
     # Where the files are missing, the library makes one up that knows its special tokens only.
@@ -179,6 +195,7 @@ def _from_files(name, source, text, dtype, device, spread, attention):
         model, report = _class_for(text).from_pretrained(
             source,
             dtype=dtype,
+            trust_remote_code=False,
             attn_implementation=attention_for(text, attention),
             output_loading_info=True,
             **placement,
@@ -224,10 +241,33 @@ def class_name(text) -> str:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
 
 
-def count_parameters(config) -> int:
-    with torch.device("meta"):
-        model = _class_for(config).from_config(_whole(config))
+def count_parameters(config, source: str = "config.json") -> int:
+    """Return how many parameters a configuration asks for. Nothing is allocated. Raises UsageError."""
+    try:
+        with torch.device("meta"):
+            model = _class_for(config).from_config(_whole(config), trust_remote_code=False)
+        if empty := [name for name, weight in model.named_parameters() if not weight.numel()]:
+            raise ValueError(f"{empty[0]} is empty")
+    except Exception as error:  # whatever the library and torch find wrong with a value
+        raise UsageError(
+            f"model: {source}: its config.json makes no model ({type(error).__name__}: {_line(error)}); "
+            "expected a transformers checkpoint"
+        ) from error
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
+
+
+def _require_weights(source: str, text, parameters: int) -> None:
+    """Raise UsageError, before anything is allocated, where a folder's files hold fewer numbers than its config.json
+    asks for. Quantised weights are packed, and other forms have no header to ask."""
+    folder = snapshot(source)
+    files = weight_files(folder) if folder else []
+    if not files or getattr(text, "quantization_config", None) or not all(path.is_file() for path in files):
+        return  # the loader says what is missing
+    if (stored := stored_count(files)) < parameters:
+        raise UsageError(
+            f"model: {source}: config.json asks for {parameters} parameters, its weight files hold {stored}: they "
+            "lack weights, which would be random: check the checkpoint, or take --weights random for all"
+        )
 
 
 def _expert_kernels(dtype: torch.dtype) -> dict[str, str]:

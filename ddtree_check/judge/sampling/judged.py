@@ -3,7 +3,6 @@ draws from both, and the walks; over all cases, whether the mode draws what ar d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from ...base.conclusion import DEFECT, PASS, Conclusion
+from ...base.files import json_number
 from ...tree.accept import compare_walks, greedy_walk
 from ...tree.draft_tree import DraftTree
 from ..nodes import CONTROL, MODES, ModeResult
@@ -80,7 +80,7 @@ class Sampled:
 
     def node_json(self, node: int) -> dict:
         return {
-            **{name: _number(getattr(self, name)[node]) for name in ("tv", "kl", "bound")},
+            **{name: json_number(getattr(self, name)[node]) for name in ("tv", "kl", "bound")},
             "cut": int(self.cut[node]),
             "choice": int(self.choice[node]),
             "wrong": node in self.wrong,
@@ -88,16 +88,16 @@ class Sampled:
 
     def mode_json(self, tree: DraftTree, verdicts: Sequence[str]) -> dict:
         return {
-            "max_tv": _number(np.max(self.tv)),
-            "median_tv": _number(np.median(self.tv)),
-            "max_kl": _number(np.max(self.kl)),
+            "max_tv": json_number(np.max(self.tv)),
+            "median_tv": json_number(np.median(self.tv)),
+            "max_kl": json_number(np.max(self.kl)),
             "cut": int((self.cut > 0).sum()),
             "beyond": list(self.beyond(verdicts)),
             "wrong": list(self.wrong),
             "histories": list(self.rules),
-            "tv_outcomes": _number(self.outcomes.tv),
-            "expected_accepted": _number(self.outcomes.accepted),
-            "ar_expected_accepted": _number(self.outcomes.ar_accepted),
+            "tv_outcomes": json_number(self.outcomes.tv),
+            "expected_accepted": json_number(self.outcomes.accepted),
+            "ar_expected_accepted": json_number(self.outcomes.ar_accepted),
             "acceptance": self.acceptance(tree, verdicts),
         }
 
@@ -304,15 +304,15 @@ def _alarm(moved: float | None) -> str:
 def _summary(mode: str, runs: Sequence[tuple[str, Sampled]], settings) -> dict:
     tv = np.concatenate([run.tv for _, run in runs])
     outcomes = [run.outcomes for _, run in runs]
-    mine, theirs = (_number(np.mean([getattr(o, name) for o in outcomes])) for name in ("accepted", "ar_accepted"))
+    mine, theirs = (json_number(np.mean([getattr(o, name) for o in outcomes])) for name in ("accepted", "ar_accepted"))
     return {
         "nodes": len(tv),
-        "median_tv": _number(np.median(tv)),
-        "max_tv": _number(np.max(tv)),
-        "max_kl": _number(max(float(np.max(run.kl)) for _, run in runs)),
+        "median_tv": json_number(np.median(tv)),
+        "max_tv": json_number(np.max(tv)),
+        "max_kl": json_number(max(float(np.max(run.kl)) for _, run in runs)),
         "cut": sum(int((run.cut > 0).sum()) for _, run in runs),
         "wrong": sum(len(run.wrong) for _, run in runs),
-        "tv_outcomes": _number(max(found.tv for found in outcomes)),
+        "tv_outcomes": json_number(max(found.tv for found in outcomes)),
         "expected_accepted": mine,
         "ar_expected_accepted": theirs,
         "moved": None if mine is None or theirs is None else mine - theirs,
@@ -343,8 +343,3 @@ def _normal(row: np.ndarray) -> np.ndarray:
 def _largest(*rows: np.ndarray) -> float:
     """The largest |value| that is finite, at least 1."""
     return max(float(np.abs(row[np.isfinite(row)]).max(initial=1.0)) for row in rows)
-
-
-def _number(value: float) -> float | None:
-    value = float(value)
-    return value if math.isfinite(value) else None

@@ -10,6 +10,7 @@ from ..draft_tree import COMMITTED, DraftTree
 from ..token_ids import _at_least
 
 ORDERS = ("heap", "breadth", "depth")
+LARGEST = 1 << 16  # nodes of a tree that is drafted or drawn
 ROUNDING = 1e-4  # a float32 log-softmax may end this far above 0; more is no log probability
 LOWEST = float(np.finfo(np.float32).min)
 # Static trees that others published, a word a node: the ranks of the choices along its path, the best choice 0. In

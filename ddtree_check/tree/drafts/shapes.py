@@ -8,7 +8,7 @@ import numpy as np
 
 from ..draft_tree import COMMITTED, DraftTree
 from ..token_ids import _at_least
-from .best_first import ORDERS
+from .best_first import LARGEST, ORDERS
 
 SHAPES = ("chain", "kary", "comb", "star", "random")
 
@@ -40,6 +40,8 @@ def shape(
     """
     nodes, branching = _at_least(1, "shape: nodes", nodes), _at_least(1, "shape: branching", branching)
     vocab = _at_least(1, "shape: vocab", vocab)
+    if nodes > LARGEST:
+        raise ValueError(f"shape: nodes {nodes!r:.40}, expected at most {LARGEST}")
     if order not in ORDERS:
         raise ValueError(f"shape: order {order!r}, expected one of {', '.join(ORDERS)}")
     rng = np.random.default_rng(_at_least(0, "shape: seed", seed))

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 import tomllib
@@ -80,6 +81,22 @@ def serve(server, steps, reqs=None, propose=None):
 def folder(tmp_path) -> Path:
     (found,) = (tmp_path / "t").iterdir()
     return found
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_only_the_owner_can_read_what_is_recorded_and_the_log_says_so_once(tmp_path, caplog, umask):
+    before = os.umask(umask)
+    try:
+        server = Server(options(tmp_path, rate=0.75))
+        serve(server, 6)
+    finally:
+        os.umask(before)
+    made = [tmp_path / "t", *(tmp_path / "t").rglob("*")]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made}
+    assert {modes[path.name] for path in made if path.is_dir()} == {0o700}
+    assert {modes[path.name] for path in made if path.is_file()} == {0o600} and len(modes) > 4
+    (said,) = [line.message for line in caplog.records]
+    assert said.startswith("ddtree-check: the tokens of users' requests are recorded, 0.75 of all steps, in ")
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
@@ -202,7 +219,7 @@ def test_an_error_of_ours_stops_recording_once_and_serving_goes_on(tmp_path, cap
         torch.manual_seed(at)
         plain.step(twin, proposer(at))
     assert reqs[0].output_ids == twin[0].output_ids
-    said = [line.message for line in caplog.records]
+    said = [line.message for line in caplog.records if "are recorded" not in line.message]
     assert len(said) == 1 and "recording has stopped (RuntimeError: injected); serving goes on" in said[0]
     assert not list((tmp_path).rglob("*.safetensors"))
 
@@ -212,7 +229,7 @@ def test_other_ranks_record_when_asked(tmp_path, ranks, written, caplog):
     server = Server(options(tmp_path, ranks=ranks))
     server.worker.ps.tp_rank = 1
     serve(server, 2)
-    assert server.recorder.counts["written"] == written and not caplog.records
+    assert server.recorder.counts["written"] == written and len(caplog.records) == (written > 0)
     assert not written or folder(tmp_path).name.startswith("rank1-")
 
 
@@ -721,7 +738,7 @@ def test_a_tree_too_large_for_the_server_stops_the_script_in_one_line(tmp_path, 
     data = {"trees": [{"parents": [-1, *range(20)], "tokens": [None, *range(1, 21)]}]}
     server = Server(options(tmp_path), read_script(script_file(tmp_path, data)))
     serve(server, 3)
-    (said,) = [line.message for line in caplog.records]
+    (said,) = [line.message for line in caplog.records if "are recorded" not in line.message]
     assert "21 nodes, the server verifies 12 rows" in said and "scripting trees has stopped" in said
     assert server.recorder.counts["written"] == 3
 
