@@ -461,8 +461,8 @@ def test_a_sampler_that_is_off_is_a_defect_of_the_run(monkeypatch):
 
 
 def test_greedy_with_penalties_has_no_draws_and_is_judged():
-    settings = Settings(budgets=(8,), sampling=Sampling(presence_penalty=3.0))
-    assert check(engine("qwen3_5_text"), ITEMS[:1], settings)["exit_code"] == 0
+    settings = Settings(budgets=(16,), sampling=Sampling(presence_penalty=3.0))
+    assert check(engine("qwen3_5_text"), ITEMS, settings)["exit_code"] == 0
     record = check(Faulty(engine("qwen3_5_text"), processed=processed_by("prompt", "tree_forked")), ITEMS, settings)
     assert record["sampling"]["modes"]["tree_forked"]["draws"] is None
     found = [case["modes"]["tree_forked"]["sampled"] for case in record["cases"]]
