@@ -313,10 +313,13 @@ def test_a_step_goes_on_where_the_one_before_it_ended():
         assert torch.equal(logits, rows[place - 1]) and prefix.length == host.contents(prefix)[0] == 9 + place
 
 
-def test_the_routes_of_a_pass_are_the_experts_that_its_rows_went_to():
+def test_a_pass_that_is_watched_shows_its_rows_and_the_experts_that_they_went_to():
     host, case = engine("qwen3_5_moe_text"), tree("random", 6)
-    with host.watch(range(len(host.layers))) as seen:
-        host.verify(host.prefill(prompt(9)), case, FORKED)
+    prefix = host.prefill(prompt(9))
+    with host.watch(range(-1, len(host.layers))) as seen:
+        host.verify(prefix, case, FORKED)
+    assert seen.outputs.keys() == set(range(-1, len(host.layers)))
+    assert torch.equal(seen.outputs[-1], host.model.get_input_embeddings()(torch.tensor(case.tokens)))
     assert seen.routes.keys() == set(range(len(host.layers)))
     for chosen in seen.routes.values():
         assert not chosen.is_floating_point() and chosen.shape == (len(case), 2) and chosen.max() < 4
