@@ -49,7 +49,7 @@ def test_the_wheel_holds_no_more_than_it_needs(site):
     assert not list(site.glob("tests")) and not list(site.glob("fixtures"))
     assert (site / "ddtree_check" / "py.typed").is_file()
     (entries,) = site.glob("*.dist-info/entry_points.txt")
-    assert "ddtree_check.pytest_plugin" in entries.read_text() and "ddtree_check.cli.main:main" in entries.read_text()
+    assert "ddtree_check.pytest_plugin" in entries.read_text() and "ddtree_check.__main__:main" in entries.read_text()
     assert "ddtree_check.engines.sglang.recorder:sglang_plugin" in entries.read_text().split("[sglang.srt.plugins]")[1]
 
 

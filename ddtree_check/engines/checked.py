@@ -227,10 +227,6 @@ class CheckedBatches:
         found = self._call("reorder", prefixes, order)
         return [self._engine._holder("reorder (batch)", prefix, whole=False) for prefix in found]
 
-    @property
-    def fresh(self) -> Any:
-        return getattr(self._engine, "fresh", self._engine)
-
     def _call(self, name: str, *args, **how) -> list:
         return self._engine._guarded(f"{name} (batch)", lambda: list(getattr(self._batches, name)(*args, **how)))
 

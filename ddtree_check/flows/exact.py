@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..base.errors import Unsupported
+from ..engines.checked import complete
 from ..judge.commit import flat_contents
 from ..judge.differences import digests
 from ..judge.exact import (
@@ -80,7 +81,7 @@ def exact_run(
     compares with `chains` and draws no more. Raises what the engine raises, and Unsupported for a vocabulary smaller
     than a node's children need.
     """
-    return _Run(engine, prefix, tree, rows, how, seed, precise).run(control, control_rows, chains, prompt)
+    return _Run(complete(engine), prefix, tree, rows, how, seed, precise).run(control, control_rows, chains, prompt)
 
 
 def differ(row: int | None, other: int | None) -> bool:

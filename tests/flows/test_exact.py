@@ -379,13 +379,12 @@ def test_a_comparison_holds_the_evidence_of_every_node():
     assert checked(models.engine("qwen3_5_text", "bfloat16"), exact="off")["exact"] is None
 
 
-def test_a_position_too_far_in_bfloat16_fails_the_run_which_floors_let_pass():
-    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=moved_edge("positions", 6, TREE.depth[6] + 1))
-    assert checked(engine, exact="off")["verdict"]["modes"]["tree_forked"] == "pass"
+def test_a_position_too_far_in_bfloat16_fails_the_run_in_bits():
+    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=moved_edge("positions", 9, TREE.depth[9] + 1))
     record = checked(engine)
     assert record["exit_code"] == 1 and record["verdict"]["modes"]["tree_forked"] == "fail"
-    assert record["cases"][0]["nodes"][6]["tree_forked"]["verdict"] in ("leak", "flip")
-    assert any("off in bits: node 6 equals its path as a chain in 0 of" in why for why in record["verdict"]["reasons"])
+    assert record["cases"][0]["nodes"][9]["tree_forked"]["verdict"] in ("leak", "flip")
+    assert any("off in bits: node 9 equals its path as a chain in 0 of" in why for why in record["verdict"]["reasons"])
 
 
 def test_a_control_that_moves_other_nodes_than_the_law_says_proves_nothing():
