@@ -46,9 +46,11 @@ PASSES = 12  # of influence, with `leaves`
 NULL = 1  # chains, the longest, whose other tokens are changed before anything has moved
 DRAWS = 4  # of tokens, for nodes that do not equal their chain
 PATHS = 4  # chains in one draw
-SOON = 3  # draws elsewhere after which an order that is never equal is given up
+SOON = 8  # draws elsewhere after which a node that is mostly off there too is given up
 MOST = 40  # draws to exclude chance by
 ORDERS = 2  # other orders in one of these draws
+TRIES = 16  # random orders of which one is chosen
+LAYERS = 3  # draws that say in which layer a row leaves its chain
 LOOKED = 3  # nodes that are looked into further, with `leaves`
 
 Digests = Sequence[int | None]
@@ -312,16 +314,16 @@ class _Run:
             fresh = self.retoken()
             here, there = self.rows("elsewhere", fresh), []
             for _ in range(ORDERS):
-                orders = [other_order(fresh, self.rng) for _ in range(8)]
-                moved, old = max(orders, key=lambda order: sum(order[1].index(i) != tree.depth[i] for i in left))
+                orders = [other_order(fresh, self.rng) for _ in range(TRIES)]
+                moved, old = max(orders, key=lambda order: sum(self.apart_from(node, order[1]) for node in left))
                 there.append((self.rows("elsewhere", moved), old))
             for path in self.paths_to(left):
                 chain = self.rows("elsewhere", front_chain(fresh, path))
                 for node in left.keys() & set(path):
                     row, (at_home, away) = chain[tree.depth[node]], left[node]
                     for rows, old in there:
-                        if (place := old.index(node)) != tree.depth[node]:
-                            away += Tally(int(differ(rows[place], row)), 1)
+                        if self.apart_from(node, old):
+                            away += Tally(int(differ(rows[old.index(node)], row)), 1)
                     left[node] = at_home + Tally(int(differ(here[node], row)), 1), away
                     self.equal[node] += Tally(int(not differ(here[node], row)), 1)
             for node, (at_home, away) in list(left.items()):
@@ -332,6 +334,10 @@ class _Run:
                     del left[node]
         for node, (_, away) in left.items():
             self.moved_elsewhere[node] = Tally(away.of - away.count, away.of), None, None, False
+
+    def apart_from(self, node: int, old: Sequence[int]) -> bool:
+        """Return whether an order puts a node behind other rows, and nothing of its path in the row that it had."""
+        return old.index(node) != self.tree.depth[node] and old[node] not in self.tree.path(node)
 
     def relocation_claim(self, nodes: Sequence[Node], displaced: Sequence[int]) -> Claim:
         figure = sum((self.equal[node] for node in displaced), Tally())
@@ -404,10 +410,10 @@ class _Run:
     def first_layer_moved(self, node: int) -> tuple[int | None, str | None]:
         """Return the first layer whose output differs from the chain's, the middle one of a few draws."""
         path, entries = self.tree.path(node), []
-        for _ in range(SOON):
+        for _ in range(LAYERS):
             fresh = self.retoken()
             entries.append(self.first_layer((fresh, node), (front_chain(fresh, path), len(path) - 1)))
-        return sorted(entries, key=lambda entry: -1 if entry[0] is None else entry[0])[SOON // 2]
+        return sorted(entries, key=lambda entry: -1 if entry[0] is None else entry[0])[LAYERS // 2]
 
     # All else that must not matter
 
