@@ -250,5 +250,6 @@ def test_items_of_trees_that_are_given(project, draft, ids):
 
 def test_a_real_model(project, checkpoint):
     (project.path / "conftest.py").unlink()
-    result = leakage(project, f"--ddtree-model={checkpoint}", "--ddtree-limit=1")
+    (project.path / "tree.json").write_text(json.dumps({"tokens": [None, 1, 2, 9], "parents": [-1, 0, 0, 1]}))
+    result = leakage(project, f"--ddtree-model={checkpoint}", "--ddtree-limit=1", "--ddtree-tree=tree.json")
     result.assert_outcomes(passed=4, deselected=1)
