@@ -66,7 +66,7 @@ def files(checkpoint, tmp_path_factory):
     shutil.copytree(checkpoint, folder / "corrupt")
     weights = folder / "corrupt" / "model.safetensors"
     weights.chmod(0o600)
-    weights.write_bytes(weights.read_bytes()[:1000])
+    weights.write_bytes(weights.read_bytes()[:5000])
     (folder / "unknown-type").mkdir()
     (folder / "unknown-type" / "config.json").write_text('{"model_type": "never-heard-of"}')
     return folder
@@ -123,7 +123,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
     (
         "model-corrupt",
         "--model {in}/corrupt",
-        "corrupt/model.safetensors cannot be loaded: it is corrupt .* download it again",
+        r"corrupt holds a corrupt safetensors file \(model.safetensors: .*\); download it again",
         "--model {in}/corrupt --weights random --tree {in}/good.json",
         0,
     ),
