@@ -123,7 +123,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
     (
         "model-corrupt",
         "--model {in}/corrupt",
-        r"corrupt holds a corrupt safetensors file \(model.safetensors: .*\); download it again",
+        "corrupt holds a corrupt safetensors file .* download it again",
         "--model {in}/corrupt --weights random --tree {in}/good.json",
         0,
     ),
