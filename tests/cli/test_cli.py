@@ -123,7 +123,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
     (
         "model-corrupt",
         "--model {in}/corrupt",
-        "corrupt/model.safetensors cannot be loaded: it is corrupt .* download it again",
+        "corrupt holds a corrupt safetensors file .* download it again",
         "--model {in}/corrupt --weights random",
         0,
     ),
