@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..base.words import counted
+from .layout import Table
 from .markdown import escaped, table
-from .terminal import Table
 from .text import number, plain
 
 LAST = 7  # nights whose verdicts stand in a row

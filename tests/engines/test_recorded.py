@@ -21,7 +21,7 @@ from ddtree_check.judge.commit import flat_contents
 from ddtree_check.judge.differences import TopLogits, measure, measure_any
 from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.model.wiring import FORKED, UNFORKED
-from ddtree_check.report.terminal import render
+from ddtree_check.report.views import render
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.trace.model import PASSES
