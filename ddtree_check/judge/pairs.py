@@ -71,8 +71,9 @@ def compare(own: RecordedPass, others: Sequence[RecordedPass], reach: np.ndarray
     null = _null(others)
     equal = [Tally()] * n
     for other in others:
+        alone = other.mode == "chain" or other.tree.is_chain
         for node, tokens in own.paths.items() if other is not own else ():
-            if tokens in other.front and not (other.mode == own.mode and own.places[node] == own.tree.depth[node]):
+            if tokens in other.front and (alone or own.places[node] != own.tree.depth[node]):
                 equal[node] += Tally(int(not differ(own.digest(node), other.front[tokens])), 1)
     if not changes and not any(tally.of for tally in equal):
         return None

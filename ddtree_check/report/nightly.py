@@ -10,6 +10,7 @@ from .text import number, plain
 LAST = 7  # nights whose verdicts stand in a row
 FIGURES = (  # metrics that a table has room for
     ("tree_forked.max_abs", "forked |Δ|"),
+    ("exact.certified", "certified"),
     ("unforked.near_moved", "near moved"),
     ("tree_forked.accepted", "accepted"),
 )

@@ -17,6 +17,7 @@ from .text import GREEN, number, plain, size, token_text
 BEYOND = ("leak", "flip")
 MOST = 10  # rows of a table that names the worst
 NOT_RUN = ("unsupported", "not_run")
+EVIDENCE = 3  # nodes of a case that are told one by one
 
 
 def blocks(record: dict) -> list[Table | str]:
@@ -435,8 +436,10 @@ def remarks(record: dict) -> str:
         f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}; "
         f"{'commits: ' + str(seen['commits']) if seen.get('commits') else 'no commit was looked at (--accept does)'}.",
     ]
-    if above := floor.get("systematic"):
+    certified = (record.get("exact") or {}).get("verdict") == "pass"  # then nothing hides below a floor
+    if (above := floor.get("systematic")) and (above["beyond"] or not certified):
         lines.insert(1, _systematic(above, judged_as(record)))
+    lines.append(f"In bits: {exact_text(record)}.")
     if leak["rounds"]:
         lines.append(
             f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
@@ -465,6 +468,14 @@ def remarks(record: dict) -> str:
     if record.get("command"):
         lines.append(f"{COMMAND}{plain(record['command'])}")
     return "\n".join(lines)
+
+
+def exact_text(record: dict) -> str:
+    """Return what the exact checks came to, or that nothing was compared in bits."""
+    if exact := record.get("exact"):
+        return plain(exact["text"])
+    off = record["settings"].get("exact", "off") == "off"
+    return "nothing was compared: " + ("--exact is off" if off else "no tree pass, or no passes that could be paired")
 
 
 def draft_lines(record: dict) -> list[str]:
@@ -515,8 +526,12 @@ def where_lines(record: dict) -> list[str]:
 
 
 def case_where(case: dict, *modes: str) -> list[str]:
-    """The same of one case, in these modes or in all."""
-    return [
+    """The same of one case, in these modes or in all; what moved in bits first."""
+    evidence = (case.get("exact") or {}).get("evidence", []) if not modes or "tree_forked" in modes else []
+    lines = [f"In bits (tree_forked in {plain(case['id'])}): {plain(text)}." for text in evidence[:EVIDENCE]]
+    if len(evidence) > EVIDENCE:
+        lines.append(f"In bits (tree_forked in {plain(case['id'])}): {len(evidence) - EVIDENCE} further nodes.")
+    return lines + [
         f"Where ({found['mode']} in {plain(case['id'])}, {found['nodes']} beyond): {plain(found['text'])}."
         for mode, found in case.get("attribution", {}).items()
         if not modes or mode in modes
