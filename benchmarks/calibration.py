@@ -404,7 +404,8 @@ def edges(given, done: dict, write: Callable) -> None:
                     exact = exact_run(host, prefix, tree, rows=rows, chains=chains, precise=dtype in EXACT)
                     write(key, {
                         "seen": found, "tie": bool(seen.changed[node]) and not found,
-                        "changed": rows[node] != right[node], "bits": node in exact.of(MOVED), "passes": sum(exact.passes.values()),
+                        "changed": rows[node] != right[node], "bits": node in exact.of(MOVED),
+                        "passes": sum(exact.passes.values()),
                     })  # fmt: skip
 
 
