@@ -37,11 +37,14 @@ from ddtree_check.engines.transformers import loading
 from ddtree_check.engines.transformers.engine import TransformersEngine
 from ddtree_check.flows.batch import batch_runs
 from ddtree_check.flows.check import Item, Settings, check
+from ddtree_check.flows.exact import exact_run
 from ddtree_check.flows.job import quiet_libraries
 from ddtree_check.flows.rounds import Rounds, generate
 from ddtree_check.judge.commit import flat_contents
+from ddtree_check.judge.differences import digests, measure
+from ddtree_check.judge.exact import MOVED, front_chain
 from ddtree_check.judge.known import load_known
-from ddtree_check.judge.rule import Rule
+from ddtree_check.judge.rule import EXACT, Rule
 from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.model.small_shapes import SHAPES
 from ddtree_check.model.wiring import FORKED, Wiring
@@ -51,6 +54,7 @@ from ddtree_check.tree.accept import accept_nodes
 from ddtree_check.tree.case import load_prompts
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.shapes import shape
+from ddtree_check.tree.paths import leaf_paths
 
 TRAINED = ("tiny-qwen3_5", "tiny-mamba2-hybrid", "tiny-lfm2")  # of fixtures/models
 DRAWN = ("qwen3_5_text", "bamba", "lfm2", "kimi_linear", "minimax", "olmo_hybrid", "falcon_h1", "qwen3")  # of tiny.py
@@ -149,6 +153,8 @@ def _alarm_figures(case: dict) -> dict:
         or bool(case["leak_law"]["outside"]),
         "nodes": len(case["nodes"]),
         "ties": case["modes"]["tree_forked"]["tie"],
+        "bits": (case["exact"] or {}).get("verdict"),
+        "certified": case["modes"]["tree_forked"]["certified"],
         "worst": max(ratios, default=0.0),
     }
 
@@ -374,25 +380,33 @@ EDGES = {
 
 
 def edges(given, done: dict, write: Callable) -> None:
-    """One wrong edge, in one channel, at one node, for every node of one tree in turn."""
-    from ddtree_check.judge.differences import measure
-
+    """One wrong edge, in one channel, at one node, for every node of one tree in turn: by its floor, and in bits."""
     for dtype in given.dtype.split(","):
         engine = engine_of("tiny-qwen3_5", dtype)
         for item in items_of("tiny-qwen3_5", 3, 32):
-            (case,) = check(engine, [item], Settings(budgets=(32,)))["cases"]
+            (case,) = check(engine, [item], Settings(budgets=(32,), exact="off"))["cases"]
             tree, prefix = DraftTree.from_json(case["tree"]), engine.prefill(item.tokens)
             floor = np.array([node["tree_forked"]["floor"] for node in case["nodes"]])
-            reference = engine.decode(prefix, tree)
+            reference, right = engine.decode(prefix, tree), digests(engine.verify(prefix, tree, FORKED).logits)
+            chains = {}
+            for path in leaf_paths(tree):
+                rows = digests(engine.verify(prefix, front_chain(tree, path.nodes), FORKED).logits)
+                chains |= zip(path.nodes, rows, strict=False)
             for name, (channel, source) in EDGES.items():
                 for node in range(1, len(tree)):
                     key = ["edges", name, dtype, item.id, node]
-                    if (wrong := source(tree, node)) is None or tuple(key) in done:
+                    if (wrong := source(tree, node)) is None or not given.part() or tuple(key) in done:
                         continue
-                    wiring = inject.moved_edge(channel, node, wrong)
-                    seen = measure(reference, engine.verify(prefix, tree, wiring).logits)
+                    host = Faulty(engine, forked=inject.moved_edge(channel, node, wrong))
+                    logits = host.verify(prefix, tree, FORKED).logits
+                    seen, rows = measure(reference, logits), digests(logits)
                     found = bool(seen.max_abs[node] > floor[node])
-                    write(key, {"seen": found, "tie": bool(seen.changed[node]) and not found})
+                    exact = exact_run(host, prefix, tree, rows=rows, chains=chains, precise=dtype in EXACT)
+                    write(key, {
+                        "seen": found, "tie": bool(seen.changed[node]) and not found,
+                        "changed": rows[node] != right[node], "bits": node in exact.of(MOVED),
+                        "passes": sum(exact.passes.values()),
+                    })  # fmt: skip
 
 
 # What it came to
@@ -430,10 +444,22 @@ def _alarm_table(done: dict) -> str:
             (
                 model, dtype, len(runs), sum(value["nodes"] for _, value in runs), len(prompts), len(alarmed),
                 f"{bound(len(alarmed), len(prompts))[1]:.2%}", sum(value["ties"] for _, value in runs),
+                sum(value["bits"] == "fail" for _, value in runs), sum(value["certified"] or 0 for _, value in runs),
                 *(f"{np.quantile(worst, q):.2f}" for q in QUANTILES),
             )
         )  # fmt: skip
-    headers = ("model", "dtype", "case-runs", "nodes", "prompts", "alarmed", "true share below", "ties")
+    headers = (
+        "model",
+        "dtype",
+        "case-runs",
+        "nodes",
+        "prompts",
+        "alarmed",
+        "true share below",
+        "ties",
+        "off in bits",
+        "certified",
+    )
     headers += tuple(f"worst q{q:g}" for q in QUANTILES)
     head = "False alarms; worst: largest error of a case's nodes / (control + ulp), the alarm is above 4"
     return f"{head}\n{tabulate(rows, headers, 'github', disable_numparse=True)}"
@@ -510,12 +536,19 @@ def _edge_table(done: dict) -> str:
     rows = []
     for name, found in every.items():
         rows.append((name, *(cell for dtype in dtypes for cell in _edge_cells(found.get(dtype, [])))))
-    headers = ("one wrong edge", *(word for dtype in dtypes for word in (dtype, f"{dtype}, called a tie")))
+    words = ("by the floor", "called a tie", "in bits", "by either", "that change no bit")
+    headers = ("one wrong edge", *(f"{dtype}, {word}" for dtype in dtypes for word in words))
     return tabulate(rows, headers, "github", disable_numparse=True)
 
 
-def _edge_cells(found: list[dict]) -> tuple[object, object]:
-    return f"{sum(v['seen'] for v in found)} of {len(found)}", sum(v["tie"] for v in found)
+def _edge_cells(found: list[dict]) -> tuple[object, ...]:
+    """Return counts of one edge. What changes no bit of the node's row is no fault there and is counted apart."""
+    real = [value for value in found if value["changed"]]
+    shares = [sum(map(judge, real)) for judge in (
+        lambda value: value["seen"], lambda value: value["tie"], lambda value: value["bits"],
+        lambda value: value["seen"] or value["bits"],
+    )]  # fmt: skip
+    return *(f"{share} of {len(real)}" for share in shares), len(found) - len(real)
 
 
 def main() -> None:

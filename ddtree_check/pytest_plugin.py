@@ -16,7 +16,8 @@ from .base.options import offered
 from .flows.job import RUN, Job, case_ids, job_of, run
 from .flows.settings import Settings
 from .report.columns import mode_verdict
-from .report.terminal import case_where, layout, node_table, remarks, verdict_line, worst_nodes
+from .report.layout import layout
+from .report.terminal import case_where, node_table, remarks, verdict_line, worst_nodes
 from .report.text import GREEN, plain
 
 OPTIONS = offered("compare", RUN)
@@ -146,7 +147,7 @@ class CaseItem(LeakageItem):
         yield from case_where(case, self.mode)
         worst = worst_nodes(case, self.mode)[:5]
         if worst:
-            yield layout(node_table("", worst, record), None)
+            yield layout(node_table("", worst, record))
         yield f"again: {self.parent.repeat(self.prompt).command()}"
 
 

@@ -40,6 +40,7 @@ WITHOUT_TORCH = (  # a folder stands for all its modules
     "judge.rule",
     "judge.figures",
     "judge.exact",
+    "judge.pairs",
     "judge.conclude",
     "judge.sampling.processing",
     "judge.sampling.draws",

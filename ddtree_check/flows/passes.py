@@ -143,7 +143,7 @@ def _exact(engine, prefix, case: Case, settings: Settings, rows: dict, chain: st
     if settings.exact == "off" or "tree_forked" not in rows:
         return None
     forked, unforked = (list(rows[mode].values()) if mode in rows else None for mode in ("tree_forked", CONTROL))
-    exact, _ = attempt(
+    exact, reason = attempt(
         None,
         lambda: exact_run(
             engine,
@@ -159,7 +159,7 @@ def _exact(engine, prefix, case: Case, settings: Settings, rows: dict, chain: st
             seed=settings.seed,
         ),
     )
-    return exact
+    return exact if reason is None else Exact.refused(len(case.tree), reason)
 
 
 class Watch:

@@ -20,9 +20,11 @@ from ..engines.contract import ASSUMED
 from ..engines.recorded import TraceEngine, layers_to_json, tensor
 from ..judge.case import Outcome, Runs
 from ..judge.differences import Differences, digests, join, measure, measure_any
+from ..judge.exact import Exact
 from ..judge.nodes import CONTROL, MODES, reference_problem
+from ..judge.pairs import RecordedPass, compare
 from ..judge.sampling.processing import Sampling
-from ..model.wiring import FORKED, Conv, State, Wiring, reads
+from ..model.wiring import FORKED, Conv, State, Wiring, reached, reads
 from ..trace.model import SUFFIX, Step, TopLogits
 from ..trace.write import TraceWriter
 from ..tree.accept import Accepted, compare_walks, greedy_walk
@@ -166,6 +168,7 @@ class _Recorded:
         self.supplied: set[str] = set()
         self.noise: list[float] = []
         self.walked: dict[str, dict | None] = {}
+        self.exact = _in_bits(engine, settings, layers)
         self._wrong = _first_wrong(engine.trace.steps)
         self._last: dict[str | None, Step] = {}  # of each request
 
@@ -372,9 +375,35 @@ def _runs(recorded: _Recorded, step: Step, reference: Reference, mismatch: Mappi
         equal=hashes["tree_forked"] == hashes[CONTROL] if len(hashes) == 2 else None,
         wide=_wide(step, "linear"),
         across=reference.across,
+        bits=recorded.exact.get(step.id),
         library_unforked=_library(engine, step, recorded.settings),
         **(watch.findings(ar, differences) if watch else {"ar": ar, "differences": differences}),
     )
+
+
+def _in_bits(engine: TraceEngine, settings: Settings, layers) -> dict[str, Exact]:
+    """Return what the passes of a trace show of each other in bits, by step id; nothing if exact checks are off."""
+    results: dict[str, Exact] = {}
+    groups: dict[tuple, list[Step]] = {}
+    for step in engine.trace.steps if settings.exact != "off" else ():
+        groups.setdefault((step.prompt_tokens, len(step.tree)), []).append(step)
+    for steps in groups.values():
+        passes = {step.id: _digested(step) for step in steps}
+        every = [recorded for step in steps for recorded in passes[step.id]]
+        for step in steps:
+            reach = reached(settings.control.plan(step.tree), layers)
+            exact = next((compare(one, every, reach) for one in passes[step.id] if one.whole), None)
+            results |= {step.id: exact} if exact else {}
+    return results
+
+
+def _digested(step: Step) -> list[RecordedPass]:
+    """Return the passes of a step that are as wide as its tree and hold full rows, each row as a digest."""
+    return [
+        RecordedPass(one.mode, step.tree, one.nodes, tuple(digests(tensor(one.arrays["logits"]))))
+        for one in step.passes
+        if one.full and one.width >= len(step.tree) and one.mode in ("tree_forked", CONTROL, "chain")
+    ]
 
 
 def _chain(recorded: _Recorded, step: Step, reference: Reference, mismatch, linear: Differences | None, sample):

@@ -77,7 +77,7 @@ class Checks:
         None, "Look for where every failing mode goes wrong, the control too. Default: the required modes."
     )
     exact: str = option(
-        "off", "What must not change a bit: off, leaves with few passes, or all with every edge, order and commit.",
+        "leaves", "What must not change a bit: off, leaves with few passes, or all with every edge, order and commit.",
         "HOW", choices=HOW,
     )  # fmt: skip
     vocab_size: int | None = option(

@@ -45,6 +45,8 @@ def metrics(record: Mapping) -> dict[str, Metric]:
     floors = [node["tree_forked"]["floor"] for node in nodes if node["tree_forked"]["floor"] is not None]
     for name, value in record["floor"]["controls"].items() if floors else ():
         found[f"control.{name}"] = Metric(value, min(floors), True)
+    if exact := record.get("exact"):
+        found["exact.certified"] = Metric(exact["certified"] / exact["nodes"], 1 / exact["nodes"])
     near, dirty = record["coverage"]["near"], record["leakage"]["contaminated"]
     if near:
         found["unforked.near_moved"] = Metric(record["coverage"]["near_moved"] / near, 1 / near)

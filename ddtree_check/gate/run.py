@@ -24,7 +24,7 @@ from ..base.journal import append_journal, read_journal
 from ..base.words import counted
 from ..report import html, junit, nightly
 from ..report.record import load_record
-from ..report.terminal import case_where
+from ..report.terminal import case_where, exact_text
 from .baseline import Baseline, Metric, envelope, load_baseline, metrics, outside, write_baseline
 from .cells import CellResult, run_cell, slug
 from .config import Cell, Config, fingerprint
@@ -186,6 +186,7 @@ def conclude(
                 "metrics": {name: _trend(cell.name, name, metric, earlier) for name, metric in found.items()},
                 "nights": [night.cells[cell.name].verdict for night in earlier if cell.name in night.cells],
                 "cases": [] if record is None else _cases(record),
+                "exact": None if record is None else exact_text(record),
             }
         )
     environment = next((record["environment"] for record in records if record), {})

@@ -171,6 +171,11 @@ class Tally:
         return f"{self.count} of {self.of}"
 
 
+def differ(row: int | None, other: int | None) -> bool:
+    """Return whether two rows differ in bits; a row with a NaN equals nothing."""
+    return row is None or row != other
+
+
 def chance(rows: Tally, null: Tally) -> float:
     """Return how likely `rows` do something at least so often, if they do it as often as those of `null`.
 
@@ -307,14 +312,22 @@ class Exact:
             return "fail"
         return "pass" if self.influence.claimed and not self.of(OPEN) else "open"
 
+    @classmethod
+    def refused(cls, nodes: int, reason: str) -> Exact:
+        """Return what a tree came to on which the checks could not run."""
+        return cls((Node(OPEN),) * nodes, Claim(Tally(), reason), Claim(Tally(), reason), Tally())
+
+    @property
+    def evidence(self) -> list[str]:
+        """Return a sentence for each node where a fault enters, those that are told most of first."""
+        origins = [node for node in self.of(MOVED) if self.nodes[node].through is None]
+        return [self.nodes[node].text(node) for node in sorted(origins, key=lambda node: not self.nodes[node].reads)]
+
     @property
     def reason(self) -> str:
         """Return the verdict's reason, one sentence."""
         if moved := self.of(MOVED):
-            first = min(
-                moved, key=lambda node: (self.nodes[node].through is not None, not self.nodes[node].reads, node)
-            )
-            return f"{counted(len(moved), 'node')} off in bits: {self.nodes[first].text(first)}"
+            return f"{counted(len(moved), 'node')} off in bits: {self.evidence[0]}"
         if self.others:
             return self.others[0]
         if not self.influence.claimed:
@@ -337,6 +350,7 @@ class Exact:
             "law": self.law and {
                 name: sorted(getattr(self.law, name)) for name in ("expected", "outside", "missed")
             },
+            "evidence": self.evidence,
             "others": list(self.others),
             "skipped": self.skipped,
             "passes": self.passes,
@@ -348,16 +362,36 @@ def summary(cases: Sequence[Exact]) -> dict | None:
     if not cases:
         return None
     verdicts = [exact.verdict for exact in cases]
-    return {
+    counts = {value: sum(len(exact.of(value)) for exact in cases) for value in (CERTIFIED, MOVED, OPEN)}
+    reasons = [exact.influence.reason for exact in cases if not exact.influence.claimed]
+    figures = {
         "verdict": min(verdicts, key=("fail", "open", "pass").index),
-        **{value: sum(len(exact.of(value)) for exact in cases) for value in (CERTIFIED, MOVED, OPEN)},
-        "nodes": sum(len(exact.nodes) for exact in cases),
+        **counts,
+        "nodes": sum(counts.values()),
         "cases": len(cases),
-        "claimed": sum(exact.influence.claimed for exact in cases),
-        "unclaimed": next((exact.influence.reason for exact in cases if not exact.influence.claimed), None),
+        "claimed": len(cases) - len(reasons),
+        "unclaimed": next(iter(reasons), None),
         "pairs": _tally(sum((exact.pairs for exact in cases), Tally())),
         "passes": sum(sum(exact.passes.values()) for exact in cases),
     }
+    return figures | {"text": _text(figures, [exact.law for exact in cases if exact.law])}
+
+
+def _text(figures: dict, laws: Sequence[Law]) -> str:
+    """Return a summary as a line for every view."""
+    pairs, many = figures["pairs"], figures["cases"]
+    parts = [f"{figures[CERTIFIED]} of {counted(figures['nodes'], 'node')} certified, {figures[MOVED]} off in bits"]
+    if figures[OPEN]:
+        parts.append(f"{figures[OPEN]} held by the floor alone")
+    if figures["claimed"]:
+        parts.append(f"foreign tokens were changed at {pairs['count']} of {pairs['of']} pairs of nodes")
+    if unclaimed := many - figures["claimed"]:
+        parts.append(f"no claim in {unclaimed} of {counted(many, 'case')}: {figures['unclaimed']}")
+    if laws:
+        moved, expected = (sum(len(getattr(law, name)) for law in laws) for name in ("moved", "expected"))
+        outside = sum(len(law.outside) for law in laws)
+        parts.append(f"the control moved {moved} of the law's {expected} nodes and {outside} others")
+    return "; ".join([*parts, f"further passes: {figures['passes']}"])
 
 
 def _tally(tally: Tally) -> dict[str, int]:

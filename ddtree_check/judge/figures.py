@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..base.files import json_number
+from .exact import CERTIFIED
 
 WORST, CASE, NODE, HOVER, CASES = "worst", "case", "node", "hover", "cases"  # worst nodes, all of a case, one, HTML
 
@@ -63,6 +64,11 @@ def _errors(summary: Callable) -> Callable:
     )
 
 
+def _certified(outcome, mode: str) -> int | None:
+    """Return how many nodes of the tree pass the exact checks certify; null for what they do not judge."""
+    return len(outcome.bits.of(CERTIFIED)) if outcome.bits and mode == "tree_forked" else None
+
+
 FACTS = (  # of a node
     Column("node", lambda outcome, node: node, {WORST: Look("node", "count"), CASE: Look("node", "count")}),
     Column("token", _tree("tokens"), {CASE: Look("token", "token")}),
@@ -78,6 +84,7 @@ FACTS = (  # of a node
         lambda outcome, node: int(outcome.ar.argmax[node]),
         {CASE: Look("ar token", "token"), NODE: Look("ar chooses", "with margin"), HOVER: Look("ar chooses", "token")},
     ),
+    Column(views={CASE: Look("in bits", "bits", 1), HOVER: Look("in bits", "bits")}),
     Column("ar.margin", lambda outcome, node: json_number(outcome.ar.margin[node]), {HOVER: Look("margin")}),
 )
 FIGURES = (  # of a node in a mode
@@ -116,6 +123,7 @@ RESULTS = (  # of a mode in a case
     Column("nodes", lambda outcome, mode: len(outcome.case.tree), {CASES: Look("nodes", "count", 2)}),
     Column("pass", _count("pass"), {CASES: Look("pass", "count", 1)}),
     *(Column(verdict, _count(verdict), {CASES: Look(verdict, "count")}) for verdict in ("tie", "leak", "flip")),
+    Column("certified", _certified, {CASES: Look("in bits", "given", 1)}),
     Column("max_abs", _errors(np.max), {CASES: Look("max |Δ|")}),
     Column("median_abs", _errors(np.median), {CASES: Look("median |Δ|", spare=3)}),
 )

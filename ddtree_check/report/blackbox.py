@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from ..base.words import counted
-from .terminal import BEYOND, MOST, Table, titled, wrap
+from .layout import Table
+from .terminal import BEYOND, MOST, ending
 from .text import number, plain, size
 
 SHOWN = 24  # characters of a token
 
 
-def render(record: dict, width: int | None = None, quiet: bool = False) -> str:
-    """The whole view; quiet: the verdict alone."""
-    last = f"verdict: {record['verdict']['text']}, exit code {record['exit_code']}"
-    if quiet:
-        return last
-    blocks = [_head(record), _prompts(record), _worst(record), _remarks(record)]
-    parts = [titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in blocks if block]
-    return "\n\n".join([*parts, last])
+def blocks(record: dict) -> list[Table | str]:
+    """Return the whole view of two servers."""
+    return [_head(record), _prompts(record), _worst(record), _remarks(record), *ending(record)]
 
 
 def _head(record: dict) -> str:
@@ -87,15 +83,13 @@ def _remarks(record: dict) -> str:
     if "band" in band:  # an older record has none
         wide += f", {rule['inside']:.0%} of the differences by {number(band['band'])}"
     beyond = f"more than {rule['factor']:g} times that and {rule['resolution']:g}, {number(band['bound'])} nats"
-    lines = [
-        f"Band: the reference differs from itself {wide}; beyond it: {beyond}. "
-        f"Both servers on forced text, without speculation: {control}.",
-        f"Coverage: {counted(seen['prompts'], 'prompt')}, {seen['not_run']} not run; "
-        f"{seen['compared']} of {seen['tokens']} tokens compared; "
-        f"{seen['same_text']} of {seen['runs']} texts are the reference's.",
-        "Cannot be seen from here: " + "; ".join(map(plain, record["cannot_see"])) + ".",
-    ]
-    lines += [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
-    if record.get("command"):
-        lines.append(f"Again: {plain(record['command'])}")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"Band: the reference differs from itself {wide}; beyond it: {beyond}. "
+            f"Both servers on forced text, without speculation: {control}.",
+            f"Coverage: {counted(seen['prompts'], 'prompt')}, {seen['not_run']} not run; "
+            f"{seen['compared']} of {seen['tokens']} tokens compared; "
+            f"{seen['same_text']} of {seen['runs']} texts are the reference's.",
+            "Cannot be seen from here: " + "; ".join(map(plain, record["cannot_see"])) + ".",
+        ]
+    )

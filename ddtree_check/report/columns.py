@@ -52,7 +52,9 @@ def mode_verdict(record: dict, case: dict, mode: str) -> str:
 
 FORMATS = {  # name -> text of a recorded value at a place
     "count": lambda count, place: count,
+    "given": lambda count, place: NONE if count is None else count,
     "number": lambda figure, place: number(figure),
+    "bits": lambda _, place: (place.node.get("exact") or {"value": NONE})["value"],
     "floor": lambda floor, place: floor_text(floor),
     # KL and total variation, which rows that were recorded in part do not give
     "share": lambda share, place: (

@@ -24,7 +24,8 @@ from ..judge import figures
 from ..judge.figures import HOVER
 from .columns import CONTROL, Place, mode_verdict, phrases
 from .drawing import children_of
-from .terminal import BEYOND, Table, blocks, verdict_line, where_lines
+from .layout import Table
+from .terminal import BEYOND, blocks, verdict_line, where_lines
 from .text import plain, token_text
 
 COLOURS = {  # of verdicts, told apart by people who do not see red and green; and each has a shape of its own
@@ -135,7 +136,7 @@ class _Page:
             {"title": part.title, "headers": part.headers, "rows": [list(map(str, row)) for row in part.rows]}
             if isinstance(part, Table)
             else {"lines": part.splitlines()}
-            for part in blocks(record)
+            for part in blocks(record)[:-1]
         ]
         return {
             "id": name,

@@ -20,8 +20,12 @@ def render(night: dict) -> str:
     for cell in night["cells"]:
         suite = ElementTree.SubElement(root, "testsuite", name=plain(cell["name"]), timestamp=night["started"][:19])
         properties = ElementTree.SubElement(suite, "properties")
-        facts = {"command": cell["command"], "ran_tonight": str(cell["ran"]).lower()} | night["environment"]
-        for name, value in facts.items():
+        facts = {
+            "command": cell["command"],
+            "ran_tonight": str(cell["ran"]).lower(),
+            "exact": cell["exact"] or "not run",
+        } | night["environment"]
+        for name, value in (facts | night["environment"]).items():
             ElementTree.SubElement(properties, "property", name=plain(name), value=plain(value))
         for case in cell["cases"]:
             bad = {mode: found for mode, found in case["modes"].items() if found["verdict"] not in GREEN}

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .terminal import Table, blocks, layout, rounds_verdict, rounds_view, verdict_line
+from .layout import Table, layout
 
 
-def render(record: dict) -> str:
-    return "\n\n".join(["# ddtree-check", render_blocks(blocks(record)), f"**{verdict_line(record)}**"])
-
-
-def render_rounds(record: dict) -> str:
-    """A record of rounds alone."""
-    return "\n\n".join(["# ddtree-check", render_blocks(rounds_view(record)), f"**{rounds_verdict(record)}**"])
+def render(blocks: Sequence[Table | str]) -> str:
+    """Return the page of a whole view, whose last block is the verdict."""
+    return "\n\n".join(["# ddtree-check", render_blocks(blocks[:-1]), f"**{blocks[-1]}**"])
 
 
 def render_blocks(blocks: Sequence[Table | str]) -> str:
-    """Tables and sentences, such as those of one case or one node."""
+    """Return tables and sentences, such as those of one case or one node, as Markdown."""
     parts = [
         table(block) if isinstance(block, Table) else "\n\n".join(escaped(line) for line in block.splitlines())
         for block in blocks
@@ -30,7 +26,7 @@ def table(block: Table) -> str:
     rows = [[_inert(str(cell)) for cell in row] for row in block.rows]
     headers = tuple(map(_inert, block.headers))
     title = f"## {_inert(block.title)}\n\n" if block.title else ""
-    return title + layout(Table(block.title, headers, rows), None, "github")
+    return title + layout(Table(block.title, headers, rows), style="github")
 
 
 def _inert(text: str) -> str:

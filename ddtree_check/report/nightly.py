@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ..base.words import counted
+from .layout import Table
 from .markdown import escaped, table
-from .terminal import Table
 from .text import number, plain
 
 LAST = 7  # nights whose verdicts stand in a row
 FIGURES = (  # metrics that a table has room for
     ("tree_forked.max_abs", "forked |Δ|"),
+    ("exact.certified", "certified"),
     ("unforked.near_moved", "near moved"),
     ("tree_forked.accepted", "accepted"),
 )

@@ -19,6 +19,7 @@ READABLE = ("ddtree-check/1",)
 ROUNDS = "ddtree-check/rounds/1"  # what generate writes
 SERVER = "ddtree-check/server/1"  # what server writes
 SWEEP = "ddtree-check/sweep/1"  # what sweep writes
+SELFTEST = "ddtree-check/selftest/1"  # what selftest writes
 NEEDED = {  # keys that the views rely on
     "record": {
         "environment": dict,

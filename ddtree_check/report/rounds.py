@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from ..base.words import counted
-from .terminal import Table
+from .layout import Table
+from .terminal import ending, head, judged_as, rounds_blocks
 from .text import number, plain, token_text
+
+
+def blocks(record: dict) -> list[Table | str]:
+    """Return the whole view of a record of rounds alone."""
+    parts, dtype = [head(record), *rounds_blocks(record["rounds"])], judged_as(record)
+    if dtype in ("bfloat16", "float16"):
+        parts.append(
+            f"In {dtype} wrong positions and masks of attention may hide below the floor of a round: compare looks for "
+            "them over a whole run, and --dtype float32 shows them in every round."
+        )
+    return [*parts, *ending(record)]
 
 
 def find_prompt(rounds: dict, name: str) -> dict:
@@ -26,19 +38,7 @@ def find_round(prompt: dict, place: int) -> dict[str, dict]:
 
 def prompt_blocks(prompt: dict) -> list[Table | str]:
     """Every round of one prompt under every mode."""
-    headers = (
-        "round",
-        "token",
-        "drafted",
-        "accepted",
-        "ar accepts",
-        "emitted",
-        "off",
-        "node",
-        "margin",
-        "|Δ|",
-        "drift",
-    )
+    headers = ("round", "token", "drafted", "accepted", "ar accepts", "emitted", "off", "node", "margin", "|Δ|")
     blocks: list[Table | str] = []
     for mode, run in prompt["modes"].items():
         rows = []
@@ -55,7 +55,7 @@ def prompt_blocks(prompt: dict) -> list[Table | str]:
             f"Prompt {plain(prompt['id'])}, {mode}: {counted(len(run['tokens']), 'token')}, ended by {run['ended']}, "
             f"{run['agreement']:.1%} of them plain decoding's"
         )
-        blocks.append(Table(title, headers, rows, spare=("drift", "margin")))
+        blocks.append(Table(title, (*headers, "drift"), rows, spare=("drift", "margin")))
     return blocks
 
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .terminal import Table, layout, titled, wrap
+from .layout import Table, layout
+from .terminal import ending
 from .text import number, plain
 
 
-def render(record: dict, width: int | None = None, quiet: bool = False) -> str:
-    """The whole view; quiet: the verdict alone."""
-    if quiet:
-        return verdict_line(record)
-    parts = [titled(fault_table(record), width), titled(kind_table(record), width)]
-    parts += [wrap(f"Because: {plain(reason)}", width) for reason in record["verdict"]["reasons"]]
-    return "\n\n".join([*parts, verdict_line(record)])
+def blocks(record: dict) -> list[Table | str]:
+    """Return the whole view: every fault, the kinds, and the ending."""
+    good = sum(result["as_expected"] for result in record["results"])
+    detail = f"{good} of {len(record['results'])} as expected, {number(record['seconds'])} s"
+    return [fault_table(record), kind_table(record), *ending(record, detail)]
 
 
-def markdown(record: dict) -> str:
-    """The table of kinds for a README."""
-    return layout(kind_table(record), None, "github")
+def markdown(record: dict, *_) -> str:
+    """Return the table of kinds for a README."""
+    return layout(kind_table(record), style="github")
 
 
 def fault_table(record: dict) -> Table:
@@ -67,10 +66,3 @@ def _counts(results: Sequence[dict]) -> tuple[object, ...]:
         by,
         sum(len(result["red_neighbours"]) for result in results),
     )
-
-
-def verdict_line(record: dict) -> str:
-    results = record["results"]
-    good = sum(result["as_expected"] for result in results)
-    text = f"{good} of {len(results)} as expected, {number(record['seconds'])} s"
-    return f"verdict: {record['verdict']['text']} ({text}), exit code {record['exit_code']}"

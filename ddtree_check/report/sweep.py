@@ -7,8 +7,9 @@ from pathlib import Path
 
 from ..base.errors import UsageError
 from ..base.words import counted
+from .layout import Table
 from .record import check_writable
-from .terminal import Table, head, laid_out, rounds_verdict
+from .terminal import ending, head
 from .text import number, plain
 
 TITLE = (
@@ -19,16 +20,14 @@ TITLE = (
 )
 HEADERS = (
     "block", "budget", "mode", "rounds", "off", "agreement", "accepted", "seems", "ar accepts", "wrong accepts",
-    "wrong rejects", "leak", "contaminated", "rows", "rows/accepted", "pass ms",
+    "wrong rejects", "leak", "contaminated", "rows", "rows per accepted", "pass ms",
 )  # fmt: skip
+SPARE = ("wrong accepts", "wrong rejects", "contaminated", "rounds", "ar accepts", "rows", "agreement")
 
 
-def render_sweep(record: dict, width: int | None = None, quiet: bool = False) -> str:
-    """The whole view: the table, what it answers, the verdict last."""
-    last = rounds_verdict(record)
-    if quiet:
-        return last
-    table = Table(TITLE, HEADERS, [_cells(row) for row in record["rows"]], spare=("ar accepts", "rows", "agreement"))
+def blocks(record: dict) -> list[Table | str]:
+    """Return the table of a sweep, what it answers, and the ending."""
+    table = Table(TITLE, HEADERS, [_cells(row) for row in record["rows"]], SPARE)
     lines = [text for found in record["answers"] for text in says(found)]
     polluted = [row["drafter"]["polluted"] for row in record["rows"] if row["drafter"]]
     if any(polluted):
@@ -36,10 +35,7 @@ def render_sweep(record: dict, width: int | None = None, quiet: bool = False) ->
         lines.append(f"Drafted from polluted features, those that a leaked verify left: {many}.")
     low = {row["drafter"]["says"] for row in record["rows"] if row["drafter"] and row["mode"] == "linear"} - {None}
     lines += [f"Drafter in linear: {text}." for text in sorted(low)]
-    ends = [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
-    ends.append(f"Again: {plain(record['command'])}")
-    blocks = [head(record), table, "\n".join(lines), "\n".join(ends)]
-    return f"{laid_out(blocks, width)}\n\n{last}"
+    return [head(record), table, "\n".join(lines), *ending(record)]
 
 
 def _cells(row: dict) -> tuple:

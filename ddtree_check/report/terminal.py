@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-
-from tabulate import tabulate
+from collections.abc import Callable, Sequence
 
 from ..base.conclusion import DEFECT
 from ..base.words import counted
@@ -15,80 +11,17 @@ from ..judge import figures
 from ..judge.figures import CASE, CASES, NODE, WORST, Look
 from ..judge.sampling.processing import Sampling
 from .columns import CONTROL, NONE, Place, cells, looks, phrases
+from .layout import COMMAND, Table
 from .text import GREEN, number, plain, size, token_text
 
 BEYOND = ("leak", "flip")
 MOST = 10  # rows of a table that names the worst
 NOT_RUN = ("unsupported", "not_run")
-SHORTEST = 8  # characters of a case that a narrow screen still shows
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table to be laid out. `spare` are the columns to leave out, the last first, where the screen is too narrow."""
-
-    title: str
-    headers: tuple[str, ...]
-    rows: Sequence[Sequence[object]]
-    spare: tuple[str, ...] = ()
-
-
-def layout(table: Table, width: int | None, style: str = "plain") -> str:
-    """Text of a table, no wider than `width` if leaving out spare columns and shortening the first can make it so."""
-    headers, rows, spare = list(table.headers), [list(map(str, row)) for row in table.rows], list(table.spare)
-    while True:
-        columns = list(zip(*rows, strict=True))
-        sides = ["left" if _words(column) else "right" for column in columns] or None
-        if style == "plain":  # tabulate's own header line makes every column two wider
-            rule = ["-" * max(map(len, (name, *column))) for name, column in zip(headers, columns, strict=False)]
-            text = tabulate([headers, rule, *rows], tablefmt=style, disable_numparse=True, colalign=sides)
-        else:
-            text = tabulate(rows, headers, style, disable_numparse=True, colalign=sides)
-        over = 0 if width is None else max(map(len, text.splitlines())) - width
-        if over > 0 and spare:
-            place = headers.index(spare.pop())
-            for row in (headers, *rows):
-                del row[place]
-            continue
-        keep = max(map(len, columns[0])) - over if columns else 0
-        if over <= 0 or keep < SHORTEST or max(map(len, columns[0])) <= len(headers[0]):
-            return text
-        for row in rows:  # the end of a name tells more than its beginning
-            row[0] = row[0] if len(row[0]) <= keep else "…" + row[0][1 - keep :]
-
-
-def _words(column: Iterable[str]) -> bool:
-    """Whether a column holds words: those go to the left."""
-    return any(
-        cell and not (cell[0].isdigit() or cell in ("not finite", "inf", "-") or cell[0] == "-") for cell in column
-    )
-
-
-def render(record: dict, width: int | None = None, quiet: bool = False) -> str:
-    """The whole view. width: columns of the screen, None if it does not matter. quiet: the verdict alone."""
-    if quiet:
-        return verdict_line(record)
-    return f"{laid_out(blocks(record), width)}\n\n{verdict_line(record)}"
-
-
-def laid_out(blocks: Sequence[Table | str], width: int | None) -> str:
-    """Tables and paragraphs as they stand on a screen of that many columns."""
-    return "\n\n".join(titled(block, width) if isinstance(block, Table) else wrap(block, width) for block in blocks)
-
-
-def titled(table: Table, width: int | None) -> str:
-    return f"{wrap(table.title, width)}\n{layout(table, width)}"
-
-
-def wrap(text: str, width: int | None) -> str:
-    return "\n".join(
-        textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False) if width else line
-        for line in text.splitlines()
-    )
+EVIDENCE = 3  # nodes of a case that are told one by one
 
 
 def blocks(record: dict) -> list[Table | str]:
-    """Tables and paragraphs in reading order, all but the last line. Every format is made from these."""
+    """Return the tables and paragraphs of a comparison in reading order. Every format is made from these."""
     found: list[Table | str] = [head(record), case_table(record)]
     found.append(worst_table(record))
     found += leak_tables(record)
@@ -100,8 +33,7 @@ def blocks(record: dict) -> list[Table | str]:
         found += rounds_blocks(record["rounds"])
     if record.get("batch"):
         found += batch_blocks(record["batch"])
-    found.append(remarks(record))
-    return found
+    return [*found, remarks(record), verdict_line(record)]
 
 
 def head(record: dict) -> str:
@@ -345,29 +277,12 @@ def commit_blocks(record: dict) -> list[Table | str]:
     return found
 
 
-def render_rounds(record: dict, width: int | None = None, quiet: bool = False) -> str:
-    """The view of a record of rounds alone."""
-    last = rounds_verdict(record)
-    return last if quiet else f"{laid_out(rounds_view(record), width)}\n\n{last}"
-
-
-def rounds_view(record: dict) -> list[Table | str]:
-    """Tables and paragraphs of a record of rounds alone, all but the last line."""
-    found = [head(record), *rounds_blocks(record["rounds"])]
-    dtype = _judged_as(record)
-    if dtype in ("bfloat16", "float16"):
-        found.append(
-            f"In {dtype} wrong positions and masks of attention may hide below the floor of a round: compare looks for "
-            "them over a whole run, and --dtype float32 shows them in every round."
-        )
-    found.append("\n".join(f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]))
-    if record.get("command"):
-        found.append(f"Again: {plain(record['command'])}")
-    return [block for block in found if block]
-
-
-def rounds_verdict(record: dict) -> str:
-    return f"verdict: {record['verdict']['text']}, exit code {record['exit_code']}"
+def ending(record: dict, detail: str = "") -> list[str]:
+    """Return the last paragraphs of a view: reasons, the command, the verdict with a detail in brackets."""
+    lines = [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
+    lines += [f"{COMMAND}{plain(record['command'])}"] if record.get("command") else []
+    last = f"verdict: {record['verdict']['text']}{detail and f' ({detail})'}, exit code {record['exit_code']}"
+    return [*filter(None, ["\n".join(lines)]), last]
 
 
 def rounds_blocks(rounds: dict) -> list[Table | str]:
@@ -403,7 +318,7 @@ def rounds_blocks(rounds: dict) -> list[Table | str]:
         "Rounds against plain decoding of the same text (a round, without root and bonus; accepted is withheld where "
         "the text differs; drift: largest rms error of a state / its rms)"
     )
-    blocks: list[Table | str] = [Table(title, headers, rows, spare=("ties", "drift"))]
+    blocks: list[Table | str] = [Table(title, headers, rows, spare=("moved", "agreement", "ties", "drift"))]
     if first:
         headers = ("mode", "prompt", "round", "token", "node", "depth", "margin", "|Δ|", "floor", "acceptance")
         blocks.append(Table("First round off", headers, first, spare=("floor", "depth")))
@@ -521,8 +436,10 @@ def remarks(record: dict) -> str:
         f"{seen['side_branch_accepts']}, with a rejection {seen['rejections']}; layers: {layers}; "
         f"{'commits: ' + str(seen['commits']) if seen.get('commits') else 'no commit was looked at (--accept does)'}.",
     ]
-    if above := floor.get("systematic"):
-        lines.insert(1, _systematic(above, _judged_as(record)))
+    certified = (record.get("exact") or {}).get("verdict") == "pass"  # then nothing hides below a floor
+    if (above := floor.get("systematic")) and (above["beyond"] or not certified):
+        lines.insert(1, _systematic(above, judged_as(record)))
+    lines.append(f"In bits: {exact_text(record)}.")
     if leak["rounds"]:
         lines.append(
             f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
@@ -549,8 +466,16 @@ def remarks(record: dict) -> str:
     lines += [f"Because: {plain(reason)}" for reason in record["verdict"]["reasons"]]
     lines += where_lines(record)
     if record.get("command"):
-        lines.append(f"Again: {plain(record['command'])}")
+        lines.append(f"{COMMAND}{plain(record['command'])}")
     return "\n".join(lines)
+
+
+def exact_text(record: dict) -> str:
+    """Return what the exact checks came to, or that nothing was compared in bits."""
+    if exact := record.get("exact"):
+        return plain(exact["text"])
+    off = record["settings"].get("exact", "off") == "off"
+    return "nothing was compared: " + ("--exact is off" if off else "no tree pass, or no passes that could be paired")
 
 
 def draft_lines(record: dict) -> list[str]:
@@ -568,7 +493,7 @@ def draft_lines(record: dict) -> list[str]:
     ]
 
 
-def _judged_as(record: dict) -> str | None:
+def judged_as(record: dict) -> str | None:
     """As `verdict.judged_as`, which needs torch."""
     environment = record["environment"]
     return environment.get("judged_as") or environment.get("dtype")
@@ -601,8 +526,12 @@ def where_lines(record: dict) -> list[str]:
 
 
 def case_where(case: dict, *modes: str) -> list[str]:
-    """The same of one case, in these modes or in all."""
-    return [
+    """The same of one case, in these modes or in all; what moved in bits first."""
+    evidence = (case.get("exact") or {}).get("evidence", []) if not modes or "tree_forked" in modes else []
+    lines = [f"In bits (tree_forked in {plain(case['id'])}): {plain(text)}." for text in evidence[:EVIDENCE]]
+    if len(evidence) > EVIDENCE:
+        lines.append(f"In bits (tree_forked in {plain(case['id'])}): {len(evidence) - EVIDENCE} further nodes.")
+    return lines + [
         f"Where ({found['mode']} in {plain(case['id'])}, {found['nodes']} beyond): {plain(found['text'])}."
         for mode, found in case.get("attribution", {}).items()
         if not modes or mode in modes
@@ -679,11 +608,6 @@ def case_blocks(record: dict, case: dict) -> list[Table | str]:
     return [table, *reasons, *case_where(case)]
 
 
-def render_case(record: dict, case: dict, width: int | None = None) -> str:
-    """The view of `case_blocks`."""
-    return laid_out(case_blocks(record, case), width)
-
-
 def find_node(case: dict, place: int) -> dict:
     """A node by its number. Raises ValueError for one that the case does not have."""
     if not 0 <= place < len(case["nodes"]):
@@ -722,12 +646,6 @@ def node_blocks(record: dict, case: dict, place: int) -> list[Table | str]:
         row = cells(NODE, figures.FIGURES, node[mode], Place(record, case, node, mode)) if run else []
         rows.append((mode, *(row or [result["verdict"], *[NONE] * (len(shown) - 1)])))
     return ["\n".join(facts), _looking("", ("mode",), shown, rows)]
-
-
-def render_node(record: dict, case: dict, place: int, width: int | None = None) -> str:
-    """The view of `node_blocks`."""
-    facts, table = node_blocks(record, case, place)
-    return "\n".join([wrap(facts, width), "", layout(table, width)])
 
 
 def _median_kl(values: Sequence[dict]) -> str:

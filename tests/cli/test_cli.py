@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_check.cli import main as cli
-from ddtree_check.cli.commands import output
+from ddtree_check.cli.commands import run as commands
 from ddtree_check.report.record import load_record, write_record
 from tests import tiny
 from tests.tiny import CONTEXT, VOCAB, break_forked, hand_record
@@ -374,7 +374,7 @@ def test_a_record_without_its_inside_is_refused(saved, tmp_path, capfd):
 
 def test_the_exit_code_is_the_records(monkeypatch, capfd):
     for record, code in ((hand_record("a/3"), 0), (break_forked(hand_record("a/3")), 1)):
-        monkeypatch.setattr(output, "run", lambda job, progress, record=record: record)
+        monkeypatch.setattr(commands, "run", lambda job, progress, record=record: record)
         assert cli.main(["compare"]) == code
         assert capfd.readouterr().out.splitlines()[-1].endswith(f"exit code {code}")
 
@@ -383,7 +383,7 @@ def test_ctrl_c_keeps_the_old_file(saved, monkeypatch, capfd):
     def interrupted(job, progress):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output, "run", interrupted)
+    monkeypatch.setattr(commands, "run", interrupted)
     assert cli.main(["compare", "--json", saved]) == 130
     assert capfd.readouterr().err.splitlines()[-1] == "ddtree-check: interrupted"
     assert load_record(saved) == hand_record("a/3")
@@ -408,7 +408,7 @@ def test_what_is_no_defect_is_one_line(error, line, monkeypatch, capfd):
     def stop(job, progress):
         raise error
 
-    monkeypatch.setattr(output, "run", stop)
+    monkeypatch.setattr(commands, "run", stop)
     assert cli.main(["compare"]) == 3 and capfd.readouterr().err == f"ddtree-check: {line}\n"
 
 
@@ -423,7 +423,7 @@ def test_a_broken_library_is_one_line(library, tmp_path):
 
 @pytest.mark.parametrize("option", ["--json", "--html"])
 def test_what_was_run_is_shown_where_it_cannot_be_written(option, monkeypatch, capfd, tmp_path):
-    monkeypatch.setattr(output, "run", lambda job, progress: hand_record("a/3"))
+    monkeypatch.setattr(commands, "run", lambda job, progress: hand_record("a/3"))
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert cli.main(["compare", option, str(tmp_path / "out")]) == 3
     shown = capfd.readouterr()
@@ -434,7 +434,7 @@ def test_our_own_slips_do_not_read_as_a_defect(monkeypatch, capfd):
     def slip(job, progress):
         raise RuntimeError("slip")
 
-    monkeypatch.setattr(output, "run", slip)
+    monkeypatch.setattr(commands, "run", slip)
     assert cli.main(["compare"]) == 3
     err = capfd.readouterr().err
     assert "Traceback" in err and err.splitlines()[-1].startswith("ddtree-check: internal error: RuntimeError; please")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from dataclasses import replace
 
@@ -19,9 +20,10 @@ from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.replay import judge_trace, record_trace, writer_for
 from ddtree_check.judge.commit import flat_contents
 from ddtree_check.judge.differences import TopLogits, measure, measure_any
+from ddtree_check.judge.exact import front_chain, retoken
 from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.model.wiring import FORKED, UNFORKED
-from ddtree_check.report.terminal import render
+from ddtree_check.report.views import render
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.trace.model import PASSES
@@ -31,7 +33,7 @@ from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.paths import leaf_paths, padded_chain
 from tests.models import engine, make_engine, prompt, small, tree
 
-SETTINGS = Settings(budgets=(3, 8))
+SETTINGS = Settings(budgets=(3, 8), exact="off")  # a trace of its passes holds none of the exact ones
 ITEMS = [Item(f"p{seed}", prompt(5, seed)) for seed in range(2)]
 TREE = tree("random", 9, seed=4)
 ITEM = Item("p", prompt(5), TREE)
@@ -694,3 +696,30 @@ def _wider(path):
         step.add("ar", np.zeros((1, 999), dtype=np.float32))
         step.write()
     return path
+
+
+# --- two runs of one tree ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wiring", [FORKED, UNFORKED], ids=["forked", "not-forked"])
+def test_two_runs_of_one_tree_are_judged_in_bits(wiring, tmp_path):
+    draw, host = random.Random(1), engine("qwen3_5_text", "bfloat16")
+    fresh = [retoken(TREE, TREE.path(leaf), host.vocab_size, draw) for leaf in TREE.leaves]
+    trees = [TREE, *fresh, *(front_chain(tree, TREE.path(leaf)) for tree, leaf in zip(fresh, TREE.leaves, strict=True))]
+    trees += [front_chain(TREE, TREE.path(leaf)) for leaf in TREE.leaves]
+    with writer_for(host, tmp_path / "t") as trace:
+        prefix = host.prefill(prompt(5))
+        for number, recorded in enumerate(trees):
+            step = trace.step(str(number), prompt(5), recorded.tokens, recorded.parents)
+            step.add("ar", host.decode(prefix, recorded))
+            step.add("tree_forked", host.verify(prefix, recorded, wiring).logits)
+            step.write()
+    record = replay(tmp_path / "t", replace(SETTINGS, exact="leaves", require=("tree_forked",)))
+    exact = record["cases"][0]["exact"]
+    assert exact["influence"]["claimed"], exact
+    if wiring == FORKED:
+        assert (exact["verdict"], exact["certified"]) == ("pass", len(TREE))
+    else:
+        assert exact["verdict"] == "fail" and exact["moved"] == len(TREE) - len(TREE.clean)
+        assert record["exit_code"] == 1
+    assert replay(tmp_path / "t")["exact"] is None  # off

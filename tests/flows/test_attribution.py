@@ -19,7 +19,9 @@ from ddtree_check.judge.attribution import Entry
 from ddtree_check.judge.rule import Rule
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Wiring
 from ddtree_check.report.html import render as page
-from ddtree_check.report.terminal import render, render_case, render_node
+from ddtree_check.report.layout import laid_out
+from ddtree_check.report.terminal import case_blocks, node_blocks
+from ddtree_check.report.views import render
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, keeps
 from ddtree_check.tree.draft_tree import DraftTree
@@ -214,11 +216,11 @@ def test_a_red_required_mode_is_looked_into_by_itself_and_a_green_run_is_not():
     (found,) = record["cases"][0]["attribution"].values()
     assert found["mode"] == "tree_forked" and found["entry"]["layer"] == 0 and found["first"]["4"] == 0
     line = f"Where (tree_forked in p/tree, 6 beyond): {found['text']}."
-    assert line in render(record) and line in render_case(record, record["cases"][0])
+    assert line in render(record) and line in laid_out(case_blocks(record, record["cases"][0]), None)
     assert f"<p>{html.escape(line)}</p>" in page(record).partition("<h3>")[0]  # beside the verdict, above all tables
     said = render(record).splitlines()
     assert said[said.index(line) - 1].startswith("Because: tree_forked: fail") and len(said) - said.index(line) < 5
-    node = render_node(record, record["cases"][0], 4)
+    node = laid_out(node_blocks(record, record["cases"][0], 4), None)
     assert line in node and "tree_forked is off here from layer 0 on" in node
 
 

@@ -17,7 +17,8 @@ from ddtree_check.flows.batch import batch_runs, compositions
 from ddtree_check.flows.check import Item, Settings
 from ddtree_check.judge.commit import compare_contents
 from ddtree_check.model.wiring import FORKED, UNFORKED
-from ddtree_check.report.terminal import batch_blocks, titled
+from ddtree_check.report.layout import laid_out
+from ddtree_check.report.terminal import batch_blocks
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.tree.draft_tree import DraftTree
@@ -135,7 +136,7 @@ def test_a_right_engine_passes_every_check(family, dtype):
     assert all(check["compared"] > 0 and check["off"] == 0 for check in found["checks"])
     assert found["coverage"] == {"groups": 4, "unequal_lengths": 1, "shortest": 1, "longest": 21}
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    text = "\n".join(block if isinstance(block, str) else titled(block, None) for block in batch_blocks(found))
+    text = laid_out(batch_blocks(found), None)
     assert "Coverage of batches: 4 groups, 1 of unequal lengths, prompts of 1 to 21 tokens." in text
 
 

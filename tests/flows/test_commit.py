@@ -16,7 +16,8 @@ from ddtree_check.judge.known import KnownFailure
 from ddtree_check.judge.nodes import MODES
 from ddtree_check.judge.rule import Rule
 from ddtree_check.model.wiring import BLANK, UNFORKED, Wiring
-from ddtree_check.report.terminal import commit_blocks, render
+from ddtree_check.report.terminal import commit_blocks
+from ddtree_check.report.views import render
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, keeps
 from ddtree_check.tree.accept import accept_nodes

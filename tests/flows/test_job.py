@@ -11,7 +11,7 @@ from ddtree_check.base.errors import UsageError
 from ddtree_check.base.options import whole_numbers
 from ddtree_check.base.resources import fixtures_dir
 from ddtree_check.cli import main as cli
-from ddtree_check.cli.commands import output
+from ddtree_check.cli.commands import run as commands
 from ddtree_check.flows import job
 from ddtree_check.flows.job import Job
 from tests import tiny
@@ -74,7 +74,7 @@ def test_a_command_makes_the_job_again(prompts, monkeypatch):
         settings={"budgets": (4, 8), "seed": 3, "order": "depth", "require": ("linear",), "ar": "batched"},
     )
     seen = []
-    monkeypatch.setattr(output, "run", lambda job, progress: seen.append(job) or tiny.hand_record("a/3"))
+    monkeypatch.setattr(commands, "run", lambda job, progress: seen.append(job) or tiny.hand_record("a/3"))
     command, *line = shlex.split(made.command())
     assert command == "ddtree-check" and cli.main(line) == 0
     assert seen == [made]

@@ -16,7 +16,7 @@ import ddtree_check
 from ddtree_check.base.errors import UsageError
 from ddtree_check.base.options import VERBS, make, offered
 from ddtree_check.cli import main as cli
-from ddtree_check.cli.commands import output
+from ddtree_check.cli.commands import run as commands
 from ddtree_check.flows.job import DEFAULTS, RUN, Job, Stored, job_of
 from ddtree_check.flows.settings import Settings
 from ddtree_check.gate.config import SETTINGS, load_config
@@ -141,9 +141,7 @@ def test_the_command_of_a_job_makes_the_job_again(verb, monkeypatch):
         values["budgets"] = (2,)
     made, seen = job_of(verb, values), []
     assert {**vars(made), **made.settings, **(made.rounds or {})}.items() >= values.items()
-    monkeypatch.setattr(output, "run", lambda job, progress: seen.append(job) or hand_record("a/3"))
-    monkeypatch.setattr("ddtree_check.cli.commands.run.render_rounds", lambda *_: "")
-    monkeypatch.setattr("ddtree_check.report.sweep.render_sweep", lambda *_: "")
+    monkeypatch.setattr(commands, "run", lambda job, progress: seen.append(job) or hand_record("a/3"))
     command, *line = shlex.split(made.command())
     assert command == "ddtree-check" and cli.main(line) == 0
     assert seen == [made]
@@ -151,7 +149,7 @@ def test_the_command_of_a_job_makes_the_job_again(verb, monkeypatch):
 
 def test_false_goes_through_the_command_line(monkeypatch):
     seen = []
-    monkeypatch.setattr(output, "run", lambda job, progress: seen.append(job) or hand_record("a/3"))
+    monkeypatch.setattr(commands, "run", lambda job, progress: seen.append(job) or hand_record("a/3"))
     assert cli.main(shlex.split(job_of("compare", {"attribute": False}).command())[1:]) == 0
     assert seen[0].settings["attribute"] is False
 

@@ -14,7 +14,8 @@ from ddtree_check.flows.check import Item, Settings
 from ddtree_check.flows.rounds import MODES, Ahead, Rounds, attach, generate
 from ddtree_check.judge.known import KnownFailure
 from ddtree_check.model.wiring import FORKED, UNFORKED
-from ddtree_check.report.terminal import rounds_blocks, titled
+from ddtree_check.report.layout import laid_out
+from ddtree_check.report.terminal import rounds_blocks
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, keeps
 from ddtree_check.tree.draft_tree import DraftTree
@@ -77,7 +78,7 @@ def test_plain_steps_stand_between_the_rounds(right):
 
 def test_everything_is_plain_json_and_can_be_shown(right):
     assert json.loads(json.dumps(right, allow_nan=False)) == right
-    text = "\n".join(block if isinstance(block, str) else titled(block, None) for block in rounds_blocks(right))
+    text = laid_out(rounds_blocks(right), None)
     row = next(line for line in text.splitlines() if line.startswith("tree_unforked"))
     assert "withheld" in row and "0 of 2" in row
     assert "Coverage: of 12 drafted rounds" in text

@@ -16,7 +16,8 @@ from ddtree_check.flows.job import Job, run
 from ddtree_check.flows.rounds import Rounds
 from ddtree_check.flows.sweep import Meter, answer, sweep
 from ddtree_check.model.wiring import FORKED, UNFORKED
-from ddtree_check.report.sweep import check_plot, render_sweep, says, write_plot
+from ddtree_check.report.sweep import check_plot, says, write_plot
+from ddtree_check.report.views import render
 from ddtree_check.selftest.inject import Faulty
 from tests.engines.test_dflash import prompts, reading, target
 
@@ -93,7 +94,7 @@ def test_acceptance_and_speed_are_withheld_when_outputs_differ():
     (row,) = [row for row in record["rows"] if row["mode"] == "tree_forked"]
     assert row["off"] and row["accepted"] is row["rows_per_accepted"] is row["tokens_per_second"] is None
     assert record["exit_code"] == 1 and "withheld" in record["verdict"]["reasons"][0]
-    text = render_sweep(record)
+    text = render(record)
     assert "withheld" in text and text.endswith("verdict: fail, exit code 1")
 
 
@@ -122,11 +123,11 @@ def test_blocks_that_the_drafter_does_not_draft(blocks):
 def test_views(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra plot: pip install 'ddtree-check[plot]'")
     record = right()
-    text = render_sweep(record)
+    text = render(record)
     assert "Block 16: the tree" in text and "Leak: " in text and text.endswith("verdict: pass, exit code 0")
     assert "polluted features" in text
-    assert render_sweep(record, quiet=True) == "verdict: pass, exit code 0"
-    assert max(map(len, render_sweep(record, width=200).splitlines())) <= 200
+    assert render(record, quiet=True) == "verdict: pass, exit code 0"
+    assert max(map(len, render(record, width=200).splitlines())) <= 200
     for ending in ("png", "svg"):
         path = tmp_path / f"plot.{ending}"
         write_plot(record, str(path))

@@ -8,7 +8,8 @@ import pytest
 
 from ddtree_check.judge import figures
 from ddtree_check.judge.figures import CASE, CASES, HOVER, NODE, WORST, Column, Look
-from ddtree_check.report import columns, html, markdown, spreadsheet, terminal
+from ddtree_check.report import columns, html, markdown, spreadsheet, terminal, views
+from ddtree_check.report.layout import laid_out
 from tests.tiny import hand_record
 
 ROWS = {  # table -> a column that nobody has yet
@@ -43,10 +44,10 @@ def written(record: dict) -> dict[str, str]:
     return {
         "record": json.dumps(record["cases"]),
         "csv": spreadsheet.render_nodes(record, record["cases"]),
-        "whole": terminal.render(record),
-        "case": terminal.render_case(record, case),
-        "node": terminal.render_node(record, case, len(case["nodes"]) - 1),
-        "markdown": markdown.render(record),
+        "whole": views.render(record),
+        "case": laid_out(terminal.case_blocks(record, case), None),
+        "node": laid_out(terminal.node_blocks(record, case, len(case["nodes"]) - 1), None),
+        "markdown": markdown.render(views.blocks(record)),
         "html tables": html.render(record),
         "html trees": json.dumps(page.figures, ensure_ascii=False),
     }
@@ -99,7 +100,7 @@ def test_a_row_computes_what_it_says(run, monkeypatch):
 def test_a_record_that_is_older_than_a_column_can_be_shown(monkeypatch):
     old = hand_record("a/3")
     add(monkeypatch, *ROWS)
-    text = terminal.render_node(old, old["cases"][0], 3)
+    text = laid_out(terminal.node_blocks(old, old["cases"][0], 3), None)
     assert "share of the floor" in text and text.splitlines()[-1].split()[-1] == columns.NONE
     assert "children of it -" in text and "not finite" not in text
     header, *rows = spreadsheet.render_nodes(old, old["cases"]).splitlines()

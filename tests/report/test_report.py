@@ -9,9 +9,10 @@ import re
 import pytest
 
 from ddtree_check.base.errors import UsageError
-from ddtree_check.report import markdown, record, terminal
+from ddtree_check.report import markdown, record, terminal, views
 from ddtree_check.report.columns import mode_verdict
 from ddtree_check.report.drawing import draw_tree
+from ddtree_check.report.layout import laid_out
 from ddtree_check.report.text import plain, token_text
 from tests.tiny import break_forked, hand_record
 
@@ -100,7 +101,11 @@ def test_nothing_that_a_terminal_obeys_gets_through():
     assert len(token_text(1, {"1": "x" * 99})) <= 18
     data = hand_record("a\x1b[2J/3")
     data["model"]["name"] = "m\nm"
-    for text in (terminal.render(data), draw_tree(data["cases"][0], tokens=data["tokens"]), markdown.render(data)):
+    for text in (
+        views.render(data),
+        draw_tree(data["cases"][0], tokens=data["tokens"]),
+        markdown.render(views.blocks(data)),
+    ):
         assert "\x1b" not in text and "m\nm" not in text
 
 
@@ -108,7 +113,7 @@ def test_nothing_that_a_terminal_obeys_gets_through():
 
 
 def test_the_whole_view_of_a_run_that_passes():
-    text = terminal.render(hand_record("a/3", "b/3"))
+    text = views.render(hand_record("a/3", "b/3"))
     lines = text.splitlines()
     assert lines[0] == (
         "model by-hand · real weights · engine transformers · float32 · cpu · seed 7 · draft self (acceptance 0.7)"
@@ -140,7 +145,7 @@ def test_the_whole_view_of_a_run_that_passes():
 
 
 def test_the_view_of_a_leak_in_a_required_mode():
-    text = terminal.render(break_forked(hand_record("a/3", "b/3"), case=1))
+    text = views.render(break_forked(hand_record("a/3", "b/3"), case=1))
     assert "Worst nodes of tree_forked\n" in text
     worst = [line for line in text.splitlines() if line.startswith("b/3") and "→" in line]
     # a forked node reads from its parent
@@ -167,7 +172,7 @@ def test_the_control_is_named_as_such_only_while_it_is_one():
 def test_random_weights_are_loud():
     data = hand_record("a/3")
     data["model"]["weights"] = "random"
-    for text in (terminal.render(data), markdown.render(data)):
+    for text in (views.render(data), markdown.render(views.blocks(data))):
         assert "RANDOM WEIGHTS: " in text and "say little about" in text
 
 
@@ -179,10 +184,12 @@ def test_what_was_not_judged_and_what_is_not_finite_can_be_shown():
         node["tree_unforked"] |= {"max_abs": None, "kl": None}
     case["modes"]["tree_forked"] |= {"verdict": "reference_unusable", "reason": "ar does not repeat itself"}
     case["modes"]["tree_unforked"]["max_abs"] = None
-    text = terminal.render(data)
+    text = views.render(data)
     assert "reference_unusable" in text and "not finite" in text and "inf" in text
-    assert "not judged" in terminal.render_case(data, case)
-    assert "not judged" in terminal.render_node(data, case, 2) and "not finite" in terminal.render_node(data, case, 2)
+    assert "not judged" in laid_out(terminal.case_blocks(data, case), None)
+    assert "not judged" in laid_out(terminal.node_blocks(data, case, 2), None) and "not finite" in laid_out(
+        terminal.node_blocks(data, case, 2), None
+    )
     assert "not judged" in draw_tree(case)
 
 
@@ -191,38 +198,41 @@ def test_without_contaminated_nodes_there_is_nothing_to_leak():
     for node in data["cases"][0]["nodes"]:
         node["clean"] = True
         node["tree_unforked"]["verdict"] = "pass"
-    text = terminal.render(data)
+    text = views.render(data)
     assert "nothing to leak" in text and "none is beyond the floor" in text
 
 
 def test_what_a_draft_expected_stands_beside_what_plain_decoding_accepts():
     data = hand_record("a/3", "b/3")
     data["settings"]["draft"], data["model"]["drafter"] = "dflash", {"name": "small"}
-    assert "Draft " not in terminal.render(data)  # trees that were given
+    assert "Draft " not in views.render(data)  # trees that were given
     for case, expected in zip(data["cases"], (1.0, 0.5), strict=True):
         case["tree"]["source"] = {"expected": expected}
     assert data["cases"][0]["acceptance"]["ar"]["accepted"] == 1
     line = "Draft small: expected 0.75 nodes a round, plain decoding accepts 1.00 of its drafts."
-    assert line in terminal.render(data)
+    assert line in views.render(data)
     data["cases"][1]["tree"]["source"]["expected"] = 2.0
-    assert "expected 1.50 nodes a round, plain decoding accepts 1.00 of its drafts; what is" in terminal.render(data)
+    assert "expected 1.50 nodes a round, plain decoding accepts 1.00 of its drafts; what is" in views.render(data)
     data["settings"]["draft"] = "self"
-    assert "Draft small" not in terminal.render(data)
+    assert "Draft small" not in views.render(data)
 
 
-def test_a_narrow_screen_drops_spare_columns_shortens_names_and_wraps_sentences():
-    data = hand_record("code/a-rather-long-name/3")
-    wide, narrow = terminal.render(data), terminal.render(data, 80)
+def test_a_narrow_screen_wraps_cells_drops_columns_shortens_names_and_wraps_sentences():
+    data = hand_record("code/a-rather-long-name-of-a-prompt/3")
+    wide, narrow = views.render(data), views.render(data, 80)
     assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
     assert "median |Δ|" in wide.splitlines()[3] and "median |Δ|" not in narrow.splitlines()[4]
-    assert "\ncode/a-rather-long-name/3  ar " in wide
-    assert "name/3  ar " in narrow and "\ncode/a-rather-long-name/3  ar " not in narrow
+    assert "\ncode/a-rather-long-name-of-a-prompt/3  ar " in wide
+    assert "prompt/3  ar " in narrow and "\ncode/a-rather-long-name-of-a-prompt/3  ar " not in narrow
+    assert "fail (expected: control)" in wide and "  (expected:  " in narrow  # in a cell of its own lines
+    assert any(line.split()[-4:-2] == ["wrong", "wrong"] for line in narrow.splitlines())  # headers above one another
+    assert "Again: ddtree-check compare --limit 1\n" in narrow
     assert narrow.splitlines()[-1] == wide.splitlines()[-1]
-    terminal.render(data, 1)  # no screen is too narrow to end
+    views.render(data, 1)  # no screen is too narrow to end
 
 
 def test_quiet_is_the_last_line():
-    assert terminal.render(hand_record("a/3"), quiet=True) == terminal.render(hand_record("a/3")).splitlines()[-1]
+    assert views.render(hand_record("a/3"), quiet=True) == views.render(hand_record("a/3")).splitlines()[-1]
 
 
 def test_names_of_an_edited_record_are_text_and_no_links():
@@ -232,12 +242,12 @@ def test_names_of_an_edited_record_are_text_and_no_links():
     case["modes"]["tree_forked"]["reason"] = name
     data["verdict"]["modes"] = {name: "pass"} | data["verdict"]["modes"]
     data["model"]["name"] = name
-    text = markdown.render(data)
+    text = markdown.render(views.blocks(data))
     assert "free" in text and not re.search(r"(?<!\\)\[free|://|<b>|(?<!\\)`a", text)
 
 
 def test_markdown_has_the_same_tables():
-    text = markdown.render(break_forked(hand_record("a/3")))
+    text = markdown.render(views.blocks(break_forked(hand_record("a/3"))))
     assert text.count("\n## ") == 5 and "## Cases, against ar at every node" in text
     assert "max \\|Δ\\|" in text and "'a\\|b'" in text
     widths = {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("| a/3")}
@@ -251,14 +261,14 @@ def test_markdown_has_the_same_tables():
 def test_one_case_and_one_node():
     data = hand_record("a/3")
     case = terminal.find_case(data, "a/3")
-    text = terminal.render_case(data, case)
+    text = laid_out(terminal.case_blocks(data, case), None)
     assert len([line for line in text.splitlines() if line.strip()[:1].isdigit()]) == 4
     assert "tree_unforked: fail: leaks as predicted" in text
-    text = terminal.render_node(data, case, 3)
+    text = laid_out(terminal.node_blocks(data, case, 3), None)
     assert "path 0:'def' 1:' f' 3:'\\x1b[31m'" in text
     assert "parent 1; unforked reads from 2, 1 foreign token, contaminated, 0 rows after a skip edge" in text
     with pytest.raises(ValueError, match=r"node: got 4, expected 0\.\.3"):
-        terminal.render_node(data, case, 4)
+        laid_out(terminal.node_blocks(data, case, 4), None)
     with pytest.raises(ValueError, match="case: got 'b/3', expected one of a/3"):
         terminal.find_case(data, "b/3")
 

@@ -16,7 +16,8 @@ from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.sensitivity import react
 from ddtree_check.judge.rule import Rule
 from ddtree_check.model.wiring import Wiring
-from ddtree_check.report.selftest import markdown, render
+from ddtree_check.report.selftest import markdown
+from ddtree_check.report.views import render
 from ddtree_check.selftest import inject
 from ddtree_check.selftest import run as selftest
 from ddtree_check.selftest.inject import Faulty, keeps

@@ -18,7 +18,7 @@ from ddtree_check.cli import main as cli
 from ddtree_check.flows import check
 from ddtree_check.flows.drafting import stand_in
 from ddtree_check.model.wiring import FORKED, UNFORKED
-from ddtree_check.report.blackbox import render
+from ddtree_check.report.views import render
 from ddtree_check.server.api import Api, Failed, clean_url
 from ddtree_check.server.judge import Rule, conclude, verdict
 from ddtree_check.server.run import Settings, run_servers

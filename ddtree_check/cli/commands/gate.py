@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .output import show_text
+from ...report.layout import wrap
+from .output import show_text, width
 
 
 def gate(
@@ -25,4 +26,4 @@ def gate(
     loaded = load_config(config)
     with quiet_libraries():
         validate(loaded)
-    return run_gate(loaded, freeze=freeze, say=show_text)
+    return run_gate(loaded, freeze=freeze, say=lambda line: show_text(wrap(line, width())))

@@ -12,7 +12,7 @@ from ...base.conclusion import ExitCode, combine
 from ...base.errors import UsageError
 from ...base.options import split_words
 from ...base.words import counted
-from ...report.terminal import Table, titled, wrap
+from ...report.layout import Table, laid_out
 from ...report.text import number, plain
 from .output import progress, show_text, width
 
@@ -144,10 +144,10 @@ def _report(module: str, results: list, device: str, size: str, code: ExitCode) 
         )
     title = f"Kernels of {module}, {device}, {size} sizes: largest |error| against float64 along each node's path"
     headers = ("kernel", "inputs/state", "cases", "output", "state or window", "of its bound", "verdict")
-    blocks = [titled(Table(title, headers, lines), width())]
+    blocks = [Table(title, headers, lines)]
     wrong = [_first(result) for result in results if result.verdict == "fail"]
     refused = dict.fromkeys(f"{r.kernel}: unsupported: {r.unsupported}" for r in results if r.unsupported)
-    blocks += [wrap(plain(text), width()) for text in [*wrong[:SHOWN], *refused]]
+    blocks += [plain(text) for text in [*wrong[:SHOWN], *refused]]
     if len(wrong) > SHOWN:
         blocks.append(
             f"... and {counted(len(wrong) - SHOWN, 'more case')}; --kind, --dtype and --family narrow the run"
@@ -156,7 +156,7 @@ def _report(module: str, results: list, device: str, size: str, code: ExitCode) 
     failed = sum(result.verdict == "fail" for result in results)
     ran = f"{counted(len(results), 'case')}, {failed} failed, {judged:,} numbers judged"
     blocks.append(f"verdict: {code.text} ({ran}), exit code {code}")
-    return "\n\n".join(blocks)
+    return laid_out(blocks, width())
 
 
 def _first(result) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...base.conclusion import DEFECT, PASS
-from ...report.terminal import wrap
+from ...report.layout import wrap
 from ...report.text import plain
 from .output import show_text, width
 

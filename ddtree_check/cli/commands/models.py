@@ -10,7 +10,7 @@ import typer
 from ...base.conclusion import combine
 from ...base.errors import UsageError
 from ...flows.job import quiet_libraries
-from ...report.terminal import Table, layout, titled, wrap
+from ...report.layout import Table, laid_out, layout, titled
 from ...report.text import number
 from .output import progress, show_text, width
 
@@ -34,10 +34,10 @@ def models(
     if family:
         raise UsageError(f"family: got {family[0]!r} without --run, expected both")
     if markdown:
-        show_text(layout(list(_model_tables())[1], None, "github"))
+        show_text(layout(list(_model_tables())[1], style="github"))
         return 0
-    refused = [wrap(f"Not supported: {name}: {why}.", width()) for name, why in UNSUPPORTED.items()]
-    show_text("\n\n".join([titled(table, width()) for table in _model_tables()] + refused))
+    refused = [f"Not supported: {name}: {why}." for name, why in UNSUPPORTED.items()]
+    show_text(laid_out([*_model_tables(), *refused], width()))
     return 0
 
 
@@ -95,7 +95,9 @@ def _model_tables() -> Iterator[Table]:
         )
         for name, alias in ALIASES.items()
     ]
-    yield Table("Names for --model", ("name", "hub id", "family", "layers", "shape for --weights random"), names)
+    yield Table(
+        "Names for --model", ("name", "hub id", "family", "layers", "shape for --weights random"), names, ("family",)
+    )
     rows = []
     for family in FAMILIES.values():
         kinds = sorted({stand_in.removesuffix("_update") for stand_in in family.calls.values()} - {"training_only"})
@@ -110,7 +112,12 @@ def _model_tables() -> Iterator[Table]:
             )
         )
     headers = ("model type", "family", "layer types", "recurrent", "engines", "for example")
-    yield Table("Families: any checkpoint of these model types, by path or hub id", headers, rows, ("for example",))
+    yield Table(
+        "Families: any checkpoint of these model types, by path or hub id",
+        headers,
+        rows,
+        ("layer types", "for example"),
+    )
     rows = [(name, seam.status, *seam.needs) for name, seam in SEAMS.items()]
     yield Table(
         "SGLang versions that engine sglang is written for", ("sglang", "status", "torch", "transformers"), rows

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 
 from ...base.errors import usage_errors
-from ...flows.job import Job, run
+from ...flows.job import Output
 from ...report.record import check_writable, write_record
+from ...report.sweep import write_plot
 from ...report.text import plain
+from ...report.views import render
 
+PAGE = 120  # columns of what no terminal shows
 WORDS = {  # colour of the words that decide, on a terminal
     "green": r"\bpass\b",
     "yellow": r"\b(tie|insensitive|not_run|unsupported|reference_unusable|inconclusive|RANDOM[ A-Z]*)\b",
@@ -20,21 +23,24 @@ WORDS = {  # colour of the words that decide, on a terminal
 }
 
 
-def finish(job: Job, path: str | None, view: Callable[[dict], str], html: str | None = None) -> int:
-    """Runs a job, writes its record and its page where there is a path for it, prints the view, and returns the
-    record's exit code."""
-    for target in (path, html):
-        if target is not None:
-            check_writable(target)
+def finish(run: Callable[[Callable | None], dict], output: Output, view: Callable[..., str] = render) -> int:
+    """Run, write the record and its page where there is a path for it, print the view, return the exit code.
+
+    run: takes what shows its progress, and returns a record; view: its text, of the record, a width and --quiet.
+    """
+    for target in filter(None, (output.json, output.html)):
+        check_writable(target)
     with progress() as show:
-        record = run(job, show)
+        record = run(show)
     try:
-        if path is not None:
-            write_record(path, record)
-        if html is not None:
-            write_html(html, record)
+        if output.json is not None:
+            write_record(output.json, record)
+        if output.html is not None:
+            write_html(output.html, record)
+        if output.plot is not None:
+            write_plot(record, output.plot)
     finally:
-        show_text(view(record))  # of what was run, also where a file cannot be written
+        show_text(view(record, width(), output.quiet))  # of what was run, also where a file cannot be written
     return record["exit_code"]
 
 
@@ -71,9 +77,9 @@ def show_text(text: str, *, data: bool = False) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it exits
 
 
-def width() -> int | None:
-    """Columns of the terminal; None where nobody looks at lines, unless COLUMNS asks for a width."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+def width() -> int:
+    """Return the columns of the terminal, or what COLUMNS asks for; of a file or a pipe PAGE."""
+    return shutil.get_terminal_size((PAGE, 0)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else PAGE
 
 
 def unicode(stream) -> bool:

@@ -11,8 +11,8 @@ from ...base.errors import UsageError, usage_errors
 from ...base.files import parse_json, read_text
 from ...base.options import whole_numbers
 from ...engines.capacity import SCHEMA, Need, batches, needs, parse_reserved
+from ...report.layout import Table, laid_out
 from ...report.record import check_writable, write_record
-from ...report.terminal import Table, titled
 from ...report.text import plain
 from .options import Quiet
 from .output import show_text, width
@@ -56,8 +56,7 @@ def plan(
     notes = [f"Not stated, so not looked at: {', '.join(unstated)}."] if unstated else []
     if unknown:
         notes.append(f"Compared as given, though no name of them is known: {', '.join(unknown)}.")
-    words = [titled(_table(found), width()), *_lines(short), *notes, last]
-    show_text(last if quiet else "\n\n".join(words))
+    show_text(laid_out([_table(found), *_lines(short), *notes, last], width(), quiet))
     return code
 
 

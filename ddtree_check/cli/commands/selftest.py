@@ -8,11 +8,12 @@ import typer
 
 from ...base.errors import UsageError
 from ...base.options import split_words
-from ...flows.job import few_threads, quiet_libraries
-from ...report.record import check_writable, write_record
+from ...flows.job import Output, few_threads, quiet_libraries
+from ...report.selftest import markdown as table
+from ...report.views import render
 from ...selftest.kinds import KINDS
 from .options import JsonFile, Quiet
-from .output import progress, show_text, width
+from .output import finish
 
 
 def selftest(
@@ -29,16 +30,9 @@ def selftest(
     unknown = [name for name in wanted or () if name not in KINDS]
     if unknown:
         raise UsageError(f"kind: got {unknown[0]!r}, expected some of {', '.join(KINDS)}")
-    if json is not None:
-        check_writable(json)
     with quiet_libraries(), few_threads({"parameters": 0}):
-        from ...report import selftest as view
         from ...selftest.run import FAULTS, run
 
         faults = [fault for fault in FAULTS if wanted is None or fault.kind in wanted]
-        with progress() as show:
-            record = run(faults, progress=show)
-    if json is not None:
-        write_record(json, record)
-    show_text(view.markdown(record) if markdown else view.render(record, width(), quiet))
-    return record["exit_code"]
+        output, view = Output(json=json, quiet=quiet), table if markdown else render
+        return finish(lambda show: run(faults, progress=show), output, view)

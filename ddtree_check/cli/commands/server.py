@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from ...base.errors import UsageError
-from ...report.record import check_writable, write_record
 from .options import JsonFile, Limit, Prompts, Quiet
-from .output import progress, show_text, width
+from .output import finish
 
 
 def server(
@@ -39,8 +38,7 @@ def server(
     """Decode the same prompts on a server with speculation and on one without, score the texts on the latter, and tell
     ties from divergence. Sees emitted tokens only: no tree, no states, no layers."""
     given = {name: value for name, value in locals().items() if name not in ("json", "quiet", "journal")}
-    from ...flows.job import Job, select_prompts
-    from ...report.blackbox import render
+    from ...flows.job import Job, Output, select_prompts
     from ...server.api import Api
     from ...server.run import Settings, run_servers
 
@@ -53,23 +51,19 @@ def server(
         raise UsageError(f"api-key-env: {api_key_env} is not set, expected a variable that holds the key")
     settings = Settings(tokens, top, repeats, force)
     chosen = [prompt for _, prompt in select_prompts(Job(prompts=prompts, limit=limit))]
-    if json is not None:
-        check_writable(json)
     common = {"model": model, "key": key, "timeout": timeout, "retries": retries}
     ours, theirs = Api("base-url", base_url, **common), Api("reference-url", reference_url, **common)
+    command = _command(given | {"base_url": ours.url, "reference_url": theirs.url})
+
+    def run(show) -> dict:
+        more = {"concurrency": concurrency, "journal": journal, "progress": show}
+        return run_servers(ours, theirs, chosen, settings, **more) | {"command": command}
+
     try:
-        with progress() as show:
-            record = run_servers(
-                ours, theirs, chosen, settings, concurrency=concurrency, journal=journal, progress=show
-            )
+        return finish(run, Output(json=json, quiet=quiet))
     finally:
         ours.close()
         theirs.close()
-    record |= {"command": _command(given | {"base_url": ours.url, "reference_url": theirs.url})}
-    if json is not None:
-        write_record(json, record)
-    show_text(render(record, width(), quiet))
-    return record["exit_code"]
 
 
 def _command(given: dict[str, object]) -> str:
