@@ -264,7 +264,7 @@ def test_the_embedded_model_drafts_with_its_drafter():
 # --- a bad drafter is no bad verify ----------------------------------------------------------------------------------
 
 
-def decode(make=lambda drafter: drafter, chosen=slice(3), rounds=4, modes=("linear", "tree_forked"), budget=12) -> dict:
+def decode(make=lambda drafter: drafter, chosen=slice(2), rounds=3, modes=("linear", "tree_forked"), budget=12) -> dict:
     drafter = make(load(DRAFTER, target()))
     items = [Item(name, tokens, drafter=drafter) for name, tokens in prompts()[chosen]]
     settings = Settings(draft="dflash", budgets=(budget,))
@@ -272,7 +272,7 @@ def decode(make=lambda drafter: drafter, chosen=slice(3), rounds=4, modes=("line
 
 
 @functools.cache
-def clean(count=3, rounds=4) -> dict:
+def clean(count=2, rounds=3) -> dict:
     return decode(chosen=slice(count), rounds=rounds, modes=("linear", "tree_forked", "tree_unforked"))
 
 

@@ -639,7 +639,7 @@ def test_compare_judges_a_trace_from_the_command_line(tmp_path, capsys):
 )
 def test_a_trace_that_would_be_too_large_is_refused_before_it_is_begun(tmp_path, capsys, more):
     folder = tmp_path / "t"
-    live = ["compare", "--limit", "1", "--budget", "2,3", "--draft", "self", *more, "--save-trace", str(folder)]
+    live = ["compare", "--limit", "1", "--budget", "4,6", "--draft", "self", *more, "--save-trace", str(folder)]
     assert main([*live, "--max-bytes", "1000"]) == 3 and not folder.exists()
     said = capsys.readouterr().err
     found = re.fullmatch(

@@ -105,7 +105,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_tree_pass_is_a_defect_at_its_first_node(fault, dtype):
     case = tree("random", 9, seed=4)
-    host = Faulty(small(dtype), forked=fault)
+    host = Faulty(engine("qwen3_5_text", dtype), forked=fault)
     record = check(host, [Item("p", prompt(12), tree=case)], replace(SETTINGS, attribute=False))
     assert record["verdict"]["modes"]["tree_forked"] == "fail" and record["exit_code"] == 1
     bad = [n["node"] for n in record["cases"][0]["nodes"] if n["tree_forked"]["verdict"] in ("leak", "flip")]

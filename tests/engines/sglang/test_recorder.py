@@ -45,7 +45,7 @@ from ddtree_check.trace.read import read_trace
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.shapes import shape
 from tests.fake_sglang import VOCAB, Server
-from tests.models import engine, prompt
+from tests.models import prompt, small
 
 REPO = Path(__file__).resolve().parents[3]
 SETTINGS = Settings()
@@ -399,7 +399,7 @@ def test_an_sglang_without_our_places_is_left_alone(tmp_path, caplog):
 
 def judged(tmp_path, steps=3, seed=0, states=False, **server) -> dict:
     """A server with a model of ours, whose trees have the right token on a side branch; judged by the same model."""
-    live = engine("qwen3_5_text")
+    live = small()
     server = Server(options(tmp_path, states=states), engine=live, **server)
     rng = np.random.default_rng(seed)
 
@@ -491,7 +491,7 @@ def test_parents_come_from_what_the_recurrent_layers_got_not_from_the_mask(tmp_p
     PARENTS.clear()
     whole = recording.parents_of_mask
     monkeypatch.setattr(recording, "parents_of_mask", lambda mask: PARENTS.append(whole(mask)) or PARENTS[-1])
-    live = engine("qwen3_5_text")
+    live = small()
     server = Server(options(tmp_path / "b"), engine=live, gate=1)
     PARENTS.append([-1, *[0] * 11])
     serve(server, 1, propose=lambda context: shape("star", 11, vocab=live.vocab_size, seed=1, root=context[-1]))
@@ -567,7 +567,7 @@ def test_a_commit_that_is_missing_leaves_the_state_as_it_was(tmp_path):
 
 
 def test_states_are_off_by_default_and_count_against_what_may_wait(tmp_path):
-    live = engine("qwen3_5_text")
+    live = small()
     server = Server(options(tmp_path), engine=live)
     serve(server, 1)
     assert not read_trace(folder(tmp_path)).steps[0].commits
@@ -597,7 +597,7 @@ def test_a_block_is_recorded_as_a_chain_and_judged_as_linear(tmp_path, monkeypat
         return found
 
     monkeypatch.setattr(Server, "_rows", shifted)
-    live = engine("qwen3_5_text")
+    live = small()
     server = Server(options(tmp_path, states=True), engine=live, gate=1, block=True, missing=(SAMPLE,))
     serve(server, 2, propose=lambda context: chain_of(context, live.vocab_size))
     steps = read_trace(folder(tmp_path)).steps
@@ -616,7 +616,7 @@ def test_a_block_is_recorded_as_a_chain_and_judged_as_linear(tmp_path, monkeypat
 
 def test_capacity_stands_in_the_header_and_beside_the_steps(tmp_path):
     """Four requests of 12 rows: short of key and value slots and of a graph, and long enough in the rest."""
-    serve(Server(options(tmp_path), engine=engine("qwen3_5_text")), 1)
+    serve(Server(options(tmp_path), engine=small()), 1)
     found = json.loads((folder(tmp_path) / "recorder.json").read_text())["capacity"]
     assert {one["buffer"]: (one["needed"], one["reserved"], one["short"]) for one in found} == {
         "intermediate states": (12, 12, False),
@@ -688,7 +688,7 @@ def script_file(tmp_path, data) -> str:
 @pytest.mark.parametrize("late", [False, True], ids=["sync", "overlap"])
 def test_a_script_forces_side_branch_accepts(tmp_path, late):
     """The right continuation stands on a side branch, as deep as the shape allows, and only there."""
-    live = engine("qwen3_5_text")
+    live = small()
     ids = prompt(6)
     text, context = [], list(ids)
     for _ in range(14):
