@@ -124,3 +124,13 @@ def json_number(value: float) -> float | None:
     """Return a JSON number; null for what is not finite, which no floor ever covers."""
     value = float(value)
     return value if math.isfinite(value) else None
+
+
+def json_values(value: object) -> object:
+    """Return dicts and lists of numbers as JSON holds them: plain numbers, null for what is not finite."""
+    if isinstance(value, dict):
+        return {key: json_values(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return list(map(json_values, value))
+    value = value.item() if hasattr(value, "item") else value  # of numpy
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -102,14 +102,17 @@ class Checked(Around):
         return self._pair("step", self._call("step", prefix, token))
 
     def decode(self, prefix, tree, *, batched: bool = False):
-        return self._logits("ar (decode)", self._call("decode", prefix, tree, batched=batched), len(tree))
+        return self._logits("ar (decode)", self._call("decode", prefix, tree, batched=batched), tree.n)
 
     def verify(self, prefix, tree, wiring):
         what = f"{wiring.name if wiring else 'linear'} (verify)"
-        return self._holder(what, self._call("verify", prefix, tree, wiring), len(tree))
+        return self._holder(what, self._call("verify", prefix, tree, wiring), tree.n)
 
     def forward(self, paths: Sequence[Sequence[int]], keep: int):
         return self._logits("forward", self._call("forward", paths, keep), len(paths), keep)
+
+    def chosen(self, *rows):
+        return self._call("chosen", *rows)
 
     def commit(self, verified, node: int):
         return self._holder("commit", self._call("commit", verified, node), whole=False)
@@ -219,7 +222,7 @@ class CheckedBatches:
     def verify(self, prefixes, trees, wiring, **how) -> list:
         found = self._call("verify", prefixes, trees, wiring, **how)
         return [
-            self._engine._holder("verify (batch)", verified, len(tree))
+            self._engine._holder("verify (batch)", verified, tree.n)
             for verified, tree in zip(found, trees, strict=True)
         ]
 

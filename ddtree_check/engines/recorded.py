@@ -63,7 +63,7 @@ class TraceEngine(BaseEngine):
             return None
         if len({found.full for found in passes}) > 1 or len({_k(found) for found in passes}) > 1:
             raise UsageError(f"step {step.id}: {mode} mixes full rows and top k, expected one of them in a mode")
-        parts, owner = [], np.full(len(step.tree), -1)
+        parts, owner = [], np.full(step.tree.n, -1)
         at = 0
         for found in passes:
             taken = [row for row, node in enumerate(found.nodes) if node >= 0 and owner[node] < 0]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -17,17 +17,19 @@ class DraftTree:
 
     tokens[i] is node i's token id; node 0 is the root, the last committed token, and may be None in a tree that has
     not met its prompt yet (`with_root` fills it in). parents[i] is the node that node i continues, `parents[0] == -1`.
-    A parent has at most one child with a given token.
+    A parent has at most one child with a given token. n: how many nodes there are.
 
     Raises ValueError naming the node, the value and what was expected.
     """
 
     tokens: tuple[int | None, ...]
     parents: tuple[int, ...]
+    n: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", tuple(_whole(self.tokens, "token", none_at=0)))
         object.__setattr__(self, "parents", tuple(_whole(self.parents, "parent")))
+        object.__setattr__(self, "n", len(self.tokens))
         if len(self.tokens) != len(self.parents):
             raise ValueError(
                 f"tree: {len(self.tokens)} tokens and {len(self.parents)} parents; expected one parent per token"
@@ -56,7 +58,7 @@ class DraftTree:
                 )
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.n
 
     @classmethod
     def chain(cls, tokens: Sequence[int | None]) -> DraftTree:
@@ -166,8 +168,12 @@ def depths(parents: Sequence[int]) -> list[int]:
     return found
 
 
-def ancestors(parents: Sequence[int]) -> np.ndarray:
-    """bool [n, n], read-only: j is i or is reached from i through `parents` (each below its node, or negative)."""
+@lru_cache(maxsize=8)
+def ancestors(parents: tuple[int, ...]) -> np.ndarray:
+    """Return bool [n, n], read-only: j is i or is reached from i through `parents` (each below its node, or negative).
+
+    The last few are kept, since every layer of a pass asks for the same one.
+    """
     mask = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:

@@ -124,7 +124,7 @@ def test_windows_follow_the_path_and_then_the_committed_inputs():
 
 def test_rows_since_skip():
     plan = UNFORKED.plan(tree_of((-1, 0, 0, 2, 3, 1)))
-    assert [plan.rows_since_skip(node) for node in range(6)] == [None, None, 0, 1, 2, 0]
+    assert [plan.rows_since_skip[node] for node in range(6)] == [None, None, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(

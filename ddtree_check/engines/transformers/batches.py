@@ -141,7 +141,7 @@ class Batches:
             logits = engine._run([tree.tokens for tree in filled], positions, whole, mask=engine._masks(seen))
         found = []
         for request, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
-            n = len(tree)
+            n = tree.n
             columns = [_columns(max(keys), keys[request], n, padding) for keys in kept]
             inputs = {
                 layer: {number: x[request : request + 1, :, :n] for number, x in held.items()}
@@ -177,8 +177,8 @@ class Batches:
 
 def _filled(tree: DraftTree, rows: int) -> DraftTree:
     """The tree with a chain of its last token behind its last node, up to so many rows."""
-    more = rows - len(tree)
-    return DraftTree((*tree.tokens, *tree.tokens[-1:] * more), (*tree.parents, *range(len(tree) - 1, rows - 1)))
+    more = rows - tree.n
+    return DraftTree((*tree.tokens, *tree.tokens[-1:] * more), (*tree.parents, *range(tree.n - 1, rows - 1)))
 
 
 def _columns(longest: int, kept: int, rows: int, padding: str) -> list[int]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .batches import Batches
 
 OLDEST = Version("5.15")  # the common function names, the mask by layer type and the one hybrid cache exist since then
+_ONE_ROW = FORKED.plan(DraftTree.chain([0]))  # of a decode step: which token it is changes nothing
 _SWAP = threading.RLock()  # swapped functions are module globals: one pass at a time
 
 
@@ -63,6 +64,7 @@ class TransformersEngine(BaseEngine):
         self._decoder = model.get_decoder()
         self._module = sys.modules[type(model).__module__]
         self._features: tuple[int, ...] = ()
+        self._kinds = self.family.kinds_of(self.config)
         self.caches = CACHES[self.family.keeps](model, self.config)
         missing = [name for name in self._swappable if not hasattr(*self._place(name))]
         if missing:
@@ -161,7 +163,7 @@ class TransformersEngine(BaseEngine):
         prefix, tree = verified.prefix, verified.tree
         path = tree.path(node)
         if verified.plan is None:
-            if verified.ends and path == tuple(range(len(tree))):
+            if verified.ends and path == tuple(range(tree.n)):
                 settled = self.caches.settle(self.caches.fork(verified.cache))
                 return Prefix(settled, prefix.length + len(path), verified.logits[node])
             # The library keeps the state of the last row only, so a shorter accept is run again.
@@ -171,7 +173,7 @@ class TransformersEngine(BaseEngine):
         stored = verified.plan.commit[node]
         kept = tuple(verified.plan.commit[step] for step in path)
         cache = self.caches.fork(prefix.cache)
-        self.caches.keep_rows(cache, verified.cache, kept, len(tree))
+        self.caches.keep_rows(cache, verified.cache, kept, tree.n)
         for index in range(len(self.layers)):
             for state, inputs in verified.inputs.get(index, {}).items():
                 window = self.caches.windows(cache, index)[state]
@@ -251,8 +253,7 @@ class TransformersEngine(BaseEngine):
     def _advance(self, cache: DynamicCache, length: int, token: int) -> torch.Tensor:
         """Decodes one token on `cache`, which moves on in place."""
         own = self.mixers == "own"
-        plan = FORKED.plan(DraftTree.chain([token]))
-        with self._swapped(plan, None, self.family.calls) if own else contextlib.nullcontext():
+        with self._swapped(_ONE_ROW, None, self.family.calls) if own else contextlib.nullcontext():
             return self._run([[token]], np.full((1, 1), length), cache)[0, 0]
 
     def _decode_nodes(self, prefix: Prefix, tree: DraftTree) -> torch.Tensor:
@@ -266,7 +267,7 @@ class TransformersEngine(BaseEngine):
             cache = standing.pop(parent) if parent >= 0 and not waiting[parent] else self.caches.fork(standing[parent])
             row = self._advance(cache, prefix.length + tree.depth[node], token)
             if logits is None:
-                logits = row.new_empty(len(tree), len(row))
+                logits = row.new_empty(tree.n, len(row))
             logits[node] = row
             if waiting[node]:
                 standing[node] = cache
@@ -281,7 +282,7 @@ class TransformersEngine(BaseEngine):
             positions = np.full((len(nodes), 1), prefix.length + depth)
             rows = self._run([[tree.tokens[node]] for node in nodes], positions, cache)[:, 0]
             if logits is None:
-                logits = rows.new_empty(len(tree), rows.shape[-1])
+                logits = rows.new_empty(tree.n, rows.shape[-1])
             logits[list(nodes)] = rows
             before = nodes
         return logits
@@ -303,7 +304,7 @@ class TransformersEngine(BaseEngine):
     def _mask(self, plan: Plan, prefix: Prefix):
         """The attention mask of a tree's rows behind `prefix`, in the form that the family takes."""
         if self.family.mask == "rows":  # a padding mask: what attention sees is chosen by functions that are swapped
-            rows = torch.ones(1, len(plan.tree), dtype=torch.bool, device=self.device)
+            rows = torch.ones(1, plan.tree.n, dtype=torch.bool, device=self.device)
             return dict.fromkeys(("full_attention", "linear_attention", *self.family.layers), rows)
         return self._masks(lambda layer, window: visible(plan, self.caches.kept(prefix.cache, layer), window)[None])
 
@@ -312,9 +313,8 @@ class TransformersEngine(BaseEngine):
         what an attention layer sees; padding: bool [b, rows], False for rows that recurrent layers must pass over."""
         if self.family.mask == "none":
             return padding
-        kinds = self.family.kinds_of(self.config)
         masks = dict.fromkeys(("full_attention", "linear_attention", *self.family.layers))
-        for index, (kind, layer) in enumerate(zip(kinds, self.layers, strict=True)):
+        for index, (kind, layer) in enumerate(zip(self._kinds, self.layers, strict=True)):
             ops = [op for branch in layer.branches for op in branch if isinstance(op, Attention)]
             if ops and masks[kind] is None:
                 masks[kind] = self._as_mask(seen(index, ops[0].window))

@@ -41,7 +41,7 @@ class Verified:
 
 def visible(plan: Plan, kept: int, window: int | None) -> np.ndarray:
     """bool [n, kept + n]: what the plan's rows attend to behind the last `kept` committed tokens, cut to a window."""
-    n = len(plan.tree)
+    n = plan.tree.n
     seen = np.ones((n, kept + n), dtype=bool)
     seen[:, kept:] = plan.mask
     if window is not None:

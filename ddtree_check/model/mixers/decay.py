@@ -32,8 +32,8 @@ def along(log_decay: torch.Tensor, sources: Sequence[int] | Sequence[Sequence[in
     """
     dtype, device = log_decay.dtype, log_decay.device
     links = np.array(sources)
-    found = ancestors(links) if links.ndim == 1 else np.stack([ancestors(request) for request in links])
-    reach = torch.from_numpy(found.copy()).to(device, dtype)
+    rows = ancestors(tuple(sources)) if links.ndim == 1 else np.stack([ancestors(tuple(links)) for links in sources])
+    reach = torch.tensor(rows, device=device, dtype=dtype)
     if links.ndim == 2:  # [b, 1 ..., n, n]
         reach = reach.reshape(len(links), *[1] * (log_decay.ndim - 2), *reach.shape[1:])
     strict = reach - torch.eye(links.shape[-1], dtype=dtype, device=device)

@@ -67,7 +67,7 @@ def tree_form(initial, q, k, v, log_decay, beta, sources: Sequence[int]) -> Tree
     Computes in the dtype it is given. Sources: arXiv 2510.26692, and the UT transform of arXiv 2406.06484.
     """
     n, channels = k.shape[-2:]
-    reach = torch.from_numpy(ancestors(sources).copy()).to(k.device, k.dtype)
+    reach = torch.tensor(ancestors(tuple(sources)), device=k.device, dtype=k.dtype)
     strict = reach - torch.eye(n, dtype=k.dtype, device=k.device)
     from_start = (reach @ log_decay).exp()
     if BLANK in sources:

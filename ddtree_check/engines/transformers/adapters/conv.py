@@ -11,7 +11,7 @@ from .swap import Swap
 
 def rows(swap: Swap, hidden_states, weight, bias=None, activation=None, **_):
     """hidden_states [1, d, c + n]: the c committed inputs, then the rows. Returns [1, d, n]."""
-    n = len(swap.plan.tree)
+    n = swap.plan.tree.n
     return _convolve(swap, hidden_states[..., :-n], hidden_states[..., -n:], weight, bias, activation)
 
 

@@ -63,7 +63,7 @@ class _Everywhere:
 
 def relative_logits(swap: Swap, module, relative_states, query_positions, key_positions):
     """`InklingRelativeLogits.forward`: the original, with the rows of the tree where the plan says they stand."""
-    n = len(swap.plan.tree)
+    n = swap.plan.tree.n
     position = query_positions[0] + torch.tensor(swap.plan.positions, device=query_positions.device)
     keys = torch.cat([key_positions[:-n], position])
     return swap.originals["InklingRelativeLogits.forward"](module, relative_states, position, keys)

@@ -38,7 +38,7 @@ class Swap:
         """What the cache may hold after the pass. A tree has no last state, and a commit takes its node's own: the
         cache is left as it was. `scan.state(node)` must give the state after a node, in the form of the cache."""
         if self.record is None:
-            return scan.state(len(self.plan.tree) - 1)
+            return scan.state(self.plan.tree.n - 1)
         self.record.scans[self.layer] = scan
         return initial
 
