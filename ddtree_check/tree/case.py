@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.errors import named
-from ..base.files import json_lines, parse_json, read_text, write_text
+from ..base.files import json_lines, parse_json, read_text
 from .draft_tree import DraftTree
 from .formats import tree_from_json
 from .token_ids import token_ids
@@ -38,52 +37,21 @@ class Case:
             raise ValueError(f"case {self.id}: source holds no JSON ({error})") from None
 
     def to_json(self) -> dict:
-        """{"id", "prompt_tokens", "tree": {"tokens", "parents", "source"}}, as in record.json."""
+        """Return {"id", "prompt_tokens", "tree": {"tokens", "parents", "source"}}, as in record.json."""
         tree = self.tree.to_json() | {"source": self.source}
         return {"id": self.id, "prompt_tokens": list(self.prompt_tokens), "tree": tree}
 
-    @classmethod
-    def from_json(cls, data: object) -> Case:
-        """The inverse of to_json; other keys, such as a record's results, are left alone."""
-        if not isinstance(data, dict) or not {"id", "prompt_tokens", "tree"} <= data.keys():
-            raise ValueError(f"case: got {data!r:.60}, expected an object with 'id', 'prompt_tokens' and 'tree'")
-        if not isinstance(data["prompt_tokens"], list):
-            raise ValueError(f"case: prompt_tokens {data['prompt_tokens']!r:.60}, expected a list of token ids")
-        tree = DraftTree.from_json(data["tree"])
-        return cls(data["id"], tuple(data["prompt_tokens"]), tree, data["tree"].get("source", {}))
-
 
 def check_vocab(case: Case, vocab_size: int) -> None:
-    """Raises ValueError naming the first prompt token or node whose token id is not below `vocab_size`."""
+    """Raise ValueError naming the first prompt token or node whose token id is not below `vocab_size`."""
     token_ids(f"case {case.id}: prompt", case.prompt_tokens, vocab_size)
     for node, token in enumerate(case.tree.tokens):
         if token is not None and token >= vocab_size:
             raise ValueError(f"case {case.id}: node {node} has token {token}, expected 0..{vocab_size - 1}")
 
 
-def load_cases(path: str | Path) -> list[Case]:
-    """Cases from JSON lines, at least one, each with an id of its own. Raises ValueError naming file and line."""
-    cases, seen = [], set()
-    for line, data in json_lines(path):
-        with named(f"{path}:{line}"):
-            cases.append(Case.from_json(data))
-            _distinct(cases[-1].id, seen)
-    return cases
-
-
-def save_cases(path: str | Path, cases: Sequence[Case]) -> None:
-    """Writes JSON lines that load_cases reads. A run killed meanwhile leaves the old file or the new one, whole."""
-    if not cases:
-        raise ValueError(f"{path}: no cases to save, expected at least one")
-    seen: set[str] = set()
-    for case in cases:
-        _distinct(case.id, seen)
-    text = "".join(json.dumps(case.to_json()) + "\n" for case in cases)
-    write_text(path, text)
-
-
 def load_tree(path: str | Path) -> DraftTree:
-    """A tree from a JSON file {"tokens": [...], "parents": [...]}, or in another form of `formats.tree_from_json`.
+    """Return the tree of a JSON file, {"tokens": [...], "parents": [...]} or another form of `formats.tree_from_json`.
 
     Raises ValueError naming the file and the node.
     """
@@ -113,7 +81,7 @@ class Prompt:
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts from a file: JSON lines if its name ends in .jsonl, else all of it is the text of one prompt.
+    """Return the prompts of a file: JSON lines if its name ends in .jsonl, else all of it is the text of one prompt.
 
     A line holds {"text": ...} or {"token_ids": [...]} and may hold an "id", else it is named after file and line. CR LF
     in a text file is read as LF, and one newline at its end is dropped. Raises ValueError naming the file and the line.

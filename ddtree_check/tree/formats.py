@@ -97,107 +97,7 @@ def from_links(next_token, next_sibling, tokens: Sequence[int | None], count: in
     return DraftTree(tokens[:count], tuple(parents))
 
 
-def from_batch_links(links: Links, tokens, counts: Sequence[int] | None = None) -> list[DraftTree]:
-    """The trees behind links [b, D] and tokens [b, D]. Raises ValueError naming the request as well."""
-    index = _integers("retrieve_index", links.retrieve_index)
-    if index.ndim != 2 or len(tokens) != len(index) or (counts is not None and len(counts) != len(index)):
-        raise ValueError(
-            f"links: retrieve_index {list(index.shape)} with tokens for {len(tokens)} requests; "
-            "expected [requests, rows], tokens and a count for each"
-        )
-    wrong = np.argwhere(index != np.arange(index.size).reshape(index.shape))
-    if len(wrong):
-        request, row = wrong[0]
-        raise ValueError(
-            f"links: request {request} node {row} has retrieve_index {index[request, row]}, "
-            f"expected {request * index.shape[1] + row}"
-        )
-    trees = []
-    for request in range(len(index)):
-        try:
-            trees.append(
-                from_links(
-                    links.next_token[request],
-                    links.next_sibling[request],
-                    tokens[request],
-                    None if counts is None else counts[request],
-                )
-            )
-        except ValueError as error:
-            raise ValueError(f"request {request}: {error}") from None
-    return trees
-
-
-# --- ancestor masks ---------------------------------------------------------------------------------------------------
-
-
-def to_mask(tree: DraftTree, prefix: int = 0, rows: int | None = None) -> np.ndarray:
-    """bool [D, prefix + D], true where a row may look: the whole prefix, its ancestors, itself. prefix 0 gives D x D.
-
-    D = `rows` or the number of nodes; a padding row sees what a child of the root would.
-    """
-    rows = _rows(tree, rows)
-    block = np.eye(rows, dtype=bool)
-    block[:, 0] = True
-    block[: len(tree), : len(tree)] = tree.ancestor_mask
-    return np.hstack([np.ones((rows, _prefix(prefix)), dtype=bool), block])
-
-
-def from_mask(mask, tokens: Sequence[int | None], prefix: int = 0, count: int | None = None) -> DraftTree:
-    """The tree behind a mask, bool [D, prefix + D], and tokens [D]; the first `count` rows are nodes.
-
-    A row's parent is the highest earlier row it sees. Raises ValueError naming the row: it misses itself or the prefix,
-    sees a later row or none before it, or sees other rows than its parent does.
-    """
-    mask, tokens, prefix = np.asarray(mask), tuple(tokens), _prefix(prefix)
-    if mask.dtype != bool or mask.shape != (len(tokens), prefix + len(tokens)):
-        raise ValueError(
-            f"mask: {mask.dtype} {list(mask.shape)}, expected bool {[len(tokens), prefix + len(tokens)]} for "
-            f"{len(tokens)} tokens behind a prefix of {prefix}"
-        )
-    count = _count("mask", count, len(tokens))
-    block, parents = mask[:, prefix:], [COMMITTED]
-    for row in range(count):
-        seen = np.flatnonzero(block[row])
-        unseen = np.flatnonzero(~mask[row, :prefix])
-        if len(unseen):
-            raise ValueError(f"mask: row {row} does not see prefix column {unseen[0]}, expected the whole prefix")
-        if not block[row, row]:
-            raise ValueError(f"mask: row {row} does not see itself")
-        if seen[-1] > row:
-            raise ValueError(f"mask: row {row} sees row {seen[-1]}, expected no later row")
-        if row == 0:
-            continue
-        if len(seen) == 1:
-            raise ValueError(f"mask: row {row} sees no earlier row, expected its parent; only row 0 is a root")
-        parent = int(seen[-2])
-        odd = np.flatnonzero(block[row, :row] != block[parent, :row])
-        if len(odd):
-            verb = "sees" if block[row, odd[0]] else "does not see"
-            raise ValueError(
-                f"mask: row {row} {verb} row {odd[0]}, unlike its parent, row {parent}; expected nested ancestors"
-            )
-        parents.append(parent)
-    return DraftTree(tokens[:count], tuple(parents))
-
-
 # --- DDTree traces ----------------------------------------------------------------------------------------------------
-
-
-def to_trace(tree: DraftTree, path: Sequence[int]) -> dict:
-    """One verified round as DDTree's tools write it; lists of integers only.
-
-    accepted_indices: the accepted `path`, from the root on. node_token_ids, node_depths [B]: the drafted nodes, the
-    root left out, its children at depth 1. parents [B + 1]: with the root. root_token: the root's token or None.
-    Raises ValueError if `path` is no path from the root.
-    """
-    return {
-        "accepted_indices": list(_accepted(tree, path)),
-        "node_token_ids": list(tree.tokens[1:]),
-        "node_depths": list(tree.depth[1:]),
-        "parents": list(tree.parents),
-        "root_token": tree.tokens[0],
-    }
 
 
 def from_trace(trace: dict) -> tuple[DraftTree, tuple[int, ...]]:
@@ -229,15 +129,6 @@ def _accepted(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
 
 
 # --- path sets --------------------------------------------------------------------------------------------------------
-
-
-def to_paths(tree: DraftTree) -> list[tuple[int | None, ...]]:
-    """The tokens of every root-to-leaf path, the root's included, leaves in depth-first order (as llama.cpp sequences).
-
-    The flat order is lost: `from_paths(to_paths(tree))` is the tree in depth-first order.
-    """
-    depth_first, _ = tree.reordered("depth")
-    return [depth_first.path_tokens(leaf) for leaf in depth_first.leaves]
 
 
 def from_paths(paths: Sequence[Sequence[int | None]]) -> DraftTree:
@@ -312,12 +203,6 @@ def _count(what: str, count: int | None, rows: int) -> int:
     if not 1 <= count <= rows:
         raise ValueError(f"{what}: count {count} of {rows} rows, expected 1..{rows}")
     return int(count)
-
-
-def _prefix(prefix: int) -> int:
-    if prefix < 0:
-        raise ValueError(f"mask: prefix {prefix}, expected 0 or more")
-    return prefix
 
 
 def _integers(what: str, values) -> np.ndarray:

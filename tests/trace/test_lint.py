@@ -17,7 +17,8 @@ from ddtree_check.trace.lint import lint
 from ddtree_check.trace.write import TraceWriter
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.shapes import shape
-from ddtree_check.tree.formats import to_batch_links, to_links, to_mask, to_paths, to_trace
+from ddtree_check.tree.formats import to_batch_links, to_links
+from tests.forms import to_mask, to_paths, to_trace
 
 TREE = DraftTree((5, 17, 23, 101, 44, 150, 9), (-1, 0, 0, 1, 2, 4, 1))
 TOKENS, PARENTS = list(TREE.tokens), list(TREE.parents)
