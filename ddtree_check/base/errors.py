@@ -18,17 +18,23 @@ class Unsupported(Exception):
 
 @contextlib.contextmanager
 def named(where: str) -> Iterator[None]:
-    """What is wrong with a part (ValueError) is said with the name of the whole before it."""
+    """Prefix each ValueError within with the name of the object it concerns."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # a value of lists within lists without end, which has no text
         raise ValueError(f"{where}: {error}") from None
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Readers and writers of files say what is wrong with them (ValueError); here it is known to be the caller's."""
+    """Turn each ValueError within, such as of a reader of files, into a UsageError."""
     try:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def need(good: object, what: str, got: object, expected: str) -> None:
+    """Raise ValueError, in one line what came and what was expected, unless it is good."""
+    if not good:
+        raise ValueError(f"{what} {got!r:.60}, expected {expected}")
