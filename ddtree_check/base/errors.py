@@ -38,3 +38,16 @@ def need(good: object, what: str, got: object, expected: str) -> None:
     """Raise ValueError, in one line what came and what was expected, unless it is good."""
     if not good:
         raise ValueError(f"{what} {got!r:.60}, expected {expected}")
+
+
+def need_text(what: str, value: object) -> None:
+    """Raise ValueError for anything but a text that is not blank and that UTF-8 can hold."""
+    need(isinstance(value, str) and value.strip(), what, value, "a string that is not blank")
+    half = any("\ud800" <= letter <= "\udfff" for letter in value)
+    need(not half, what, value, "text that UTF-8 can hold, not half a surrogate pair")
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an error in one line of at most 240 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 240 else text[:237] + "..."

@@ -11,7 +11,7 @@ import torch
 
 from ..base.errors import UsageError
 from ..tree.draft_tree import DraftTree
-from ..tree.drafts.best_first import best_first
+from ..tree.drafts.best_first import best_first, published_tree
 from ..tree.drafts.shapes import shape
 from ..tree.formats import to_batch_links
 from .forms import FORMS, Call, CommitCall, ConvCall, DeltaCall, Mamba2Call
@@ -19,14 +19,6 @@ from .forms import FORMS, Call, CommitCall, ConvCall, DeltaCall, Mamba2Call
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KINDS = tuple(FORMS)
 VOCAB = 1000
-# EAGLE's static tree, 25 nodes: per depth, the ranks along each path, read as one number.
-_EAGLE = {
-    1: (0, 1, 2, 3),
-    2: (0, 1, 2, 10, 11, 20, 21, 30),
-    3: (0, 1, 2, 10, 11, 20, 21, 100),
-    4: (0, 1, 2),
-    5: (0, 1),
-}
 
 
 @dataclass(frozen=True)
@@ -106,8 +98,7 @@ def _best_first(nodes: int, seed: int) -> DraftTree:
 
 
 def _eagle(nodes: int, seed: int) -> DraftTree:
-    paths = ["", *(f"{path:0{depth}}" for depth, paths in _EAGLE.items() for path in paths)]
-    return DraftTree(tuple(range(len(paths))), (-1, *(paths.index(path[:-1]) for path in paths[1:])))
+    return published_tree(np.tile(-np.arange(10.0), (5, 1)), "eagle", root=0)
 
 
 FAMILIES: dict[str, Callable[[int, int], DraftTree]] = {  # (drafted nodes, seed) -> tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -149,13 +149,13 @@ def _request(call: Call, before: Call, out: torch.Tensor, request: int, result: 
             place = int(share[node].argmax())
             if not share[node].flatten()[place] <= 1:
                 index = _index(place, share[node].shape)
-                channel = _channel(case.kind, part, index)
+                channel = _named(AXES[case.kind, part], index)
                 figures = float(error[node][index]), float(bound[node][index]), origin
                 found.append(Finding(result.kernel, case.id, part, request, node, channel, *figures))
     if found:
         first = min(finding.node for finding in found)
         why = _explain(call, before, out, request, first, sources, right, case)
-        found = [f if f.node != first else Finding(**_values(f) | {"reads": why}) for f in found]
+        found = [replace(finding, reads=why) if finding.node == first else finding for finding in found]
     if conv and case.forked:
         want = torch.tensor(case.trees[request].parents)
         got = call.parents[request, :nodes].cpu()
@@ -176,9 +176,7 @@ def _origin(case: Case, part: str) -> str:
 
 def _explain(call, before, out, request, node, sources, right, case) -> str:
     """Which state the first wrong node looks as if it had started from. Its right state is among the candidates."""
-    names, carries = ["the committed state"], [right.initial]
-    names.append("zeros")
-    carries.append(torch.zeros_like(right.initial))
+    names, carries = ["the committed state", "zeros"], [right.initial, torch.zeros_like(right.initial)]
     for other in range(node):
         names.append(f"node {other}'s state")
         carries.append(right.carry[other])
@@ -188,11 +186,9 @@ def _explain(call, before, out, request, node, sources, right, case) -> str:
             carries.append(reference.law_of(before).initial(before, other))
     state, output = reference.one_step(before, request, node, torch.stack(carries))
     row = int(before.rows[request])
-    tell = [(out[request, node], output, right.output_bound[node])]
-    if not isinstance(call, ConvCall):
-        tell.append((call.buffer[row, node], state, right.state_bound[node]))
-    else:
-        tell.append((call.buffer[row, node], state, torch.full_like(state[0], torch.finfo(torch.float64).tiny)))
+    exact = torch.full_like(state[0], torch.finfo(torch.float64).tiny)
+    state_bound = exact if isinstance(call, ConvCall) else right.state_bound[node]
+    tell = [(out[request, node], output, right.output_bound[node]), (call.buffer[row, node], state, state_bound)]
     own = sources[node]
     expected = "the committed state" if own < 0 else f"node {own}'s state"
     for got, candidates, bound in tell:
@@ -273,16 +269,8 @@ def _broken(result: Result, part: str, says: str) -> Finding:
     return Finding(result.kernel, result.case.id, part, None, None, "", math.inf, 0.0, "the call form", says)
 
 
-def _values(finding: Finding) -> dict:
-    return {spec.name: getattr(finding, spec.name) for spec in fields(finding)}
-
-
 def _index(place: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(x) for x in torch.unravel_index(torch.tensor(place), tuple(shape)))
-
-
-def _channel(kind: str, part: str, index: Sequence[int]) -> str:
-    return _named(AXES[kind, part], index)
 
 
 def _named(axes: Sequence[str], index: Sequence[int]) -> str:

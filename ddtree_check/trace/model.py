@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import UsageError, need
+from ..base.errors import UsageError, need, need_text
 from ..tree.draft_tree import DraftTree
 
 FORMAT = "ddtree-trace/1"
@@ -62,7 +62,7 @@ class Header:
     def __post_init__(self):
         for name in ("engine", "model", "engine_version", "created"):
             if getattr(self, name) is not None or name in ("engine", "model"):
-                _text(f"header: {name}", getattr(self, name))
+                need_text(f"header: {name}", getattr(self, name))
         need(self.dtype in DTYPES, "header: dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         sized = _whole(self.vocab_size) and 2 <= self.vocab_size < 2**31
         need(sized, "header: vocab_size", self.vocab_size, "a number from 2 to 2^31 - 1")
@@ -267,11 +267,6 @@ def _json(what: str, text: str | bytes) -> dict:
         raise ValueError(f"{what}: lists within lists without end, expected JSON of a few levels") from None
     need(isinstance(found, dict), f"{what}: got", type(found).__name__, "a JSON object")
     return found
-
-
-def _text(what: str, value: object) -> None:
-    need(isinstance(value, str) and value.strip(), what, value, "a string that is not blank")
-    need(not any("\ud800" <= letter <= "\udfff" for letter in value), what, value, "text that UTF-8 can hold")
 
 
 def _whole(value: object) -> bool:

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..base.errors import named, need, usage_errors
+from ..base.errors import named, need, need_text, usage_errors
 from ..tree.draft_tree import DraftTree
 from .model import (
     COMMITS,
@@ -33,7 +33,6 @@ from .model import (
     Stored,
     Trace,
     _json,
-    _text,
     _tokens,
     _whole,
     _wholes,
@@ -142,7 +141,7 @@ def _table(file: Path, table: dict, base: int, size: int) -> dict[str, Stored]:
 def parse_step(raw: Raw, header: Header) -> Step:
     """Return the step of a file, every list and shape checked. Raises ValueError naming the field."""
     data, vocab = raw.step, header.vocab_size
-    _text("step: id", data.get("id"))
+    need_text("step: id", data.get("id"))
     with named(f"step {data['id']!r:.60}"):
         for name, kind in SAID.items():
             value = data.get(name)
@@ -208,7 +207,7 @@ def _parse_commit(where: str, entry: object, arrays: Mapping[str, Stored], tree:
         need(position is None or (_whole(position) and position >= 0), "position", position, "a number of tokens")
         probe = _tokens("probe", entry.get("probe") or [], vocab)
         pattern = entry.get("pattern", "recorded")
-        _text("pattern", pattern)
+        need_text("pattern", pattern)
         states = [name for name in arrays if name.startswith("state.")]
         need(states, "no state, got", sorted(arrays), "arrays as c0.state.2.recurrent")
         for name, array in arrays.items():
@@ -221,7 +220,7 @@ def _parse_commit(where: str, entry: object, arrays: Mapping[str, Stored], tree:
 def _parse_pass(where: str, entry: object, arrays: Mapping[str, Stored], n: int, prompt: int, vocab: int) -> Pass:
     with named(_mode(where, entry, PASSES)):
         wiring = entry.get("wiring", "engine")
-        _text("wiring", wiring)
+        need_text("wiring", wiring)
         lists = {name: entry[name] for name in LISTS if entry.get(name) is not None}
         for name, values in lists.items():
             need(_wholes(values), name, values, "a list of integers")

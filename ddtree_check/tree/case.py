@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.errors import named
+from ..base.errors import named, need_text
 from ..base.files import json_lines, parse_json, read_text
 from .draft_tree import DraftTree
 from .formats import tree_from_json
@@ -27,7 +27,7 @@ class Case:
     source: dict
 
     def __post_init__(self):
-        _name("case", self.id)
+        need_text("case: id", self.id)
         object.__setattr__(self, "prompt_tokens", token_ids(f"case {self.id}: prompt_tokens", self.prompt_tokens))
         if not isinstance(self.source, dict):
             raise ValueError(f"case {self.id}: source {self.source!r:.60}, expected a dict")
@@ -69,15 +69,13 @@ class Prompt:
     token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        _name("prompt", self.id)
+        need_text("prompt: id", self.id)
         if (self.text is None) == (self.token_ids is None):
             raise ValueError(f"prompt {self.id}: expected either 'text' or 'token_ids'")
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", token_ids(f"prompt {self.id}: token_ids", self.token_ids))
-        elif not isinstance(self.text, str) or not self.text.strip():
-            raise ValueError(f"prompt {self.id}: text {self.text!r:.60}, expected a string that is not blank")
-        elif any("\ud800" <= letter <= "\udfff" for letter in self.text):
-            raise ValueError(f"prompt {self.id}: text holds half a surrogate pair, expected text that UTF-8 can hold")
+        else:
+            need_text(f"prompt {self.id}: text", self.text)
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
@@ -95,8 +93,11 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     prompts, seen = [], set()
     for line, data in json_lines(path):
         with named(f"{path}:{line}"):
-            prompts.append(_prompt(data, f"{path.stem}-{line}"))
-            _distinct(prompts[-1].id, seen)
+            prompt = _prompt(data, f"{path.stem}-{line}")
+            if prompt.id in seen:
+                raise ValueError(f"id {prompt.id!r:.60} twice, expected an id for each")
+            seen.add(prompt.id)
+            prompts.append(prompt)
     return prompts
 
 
@@ -106,16 +107,3 @@ def _prompt(data: object, name: str) -> Prompt:
     if not isinstance(data.get("token_ids", []), list):
         raise ValueError(f"prompt: token_ids {data['token_ids']!r:.60}, expected a list of token ids")
     return Prompt(data.get("id", name), data.get("text"), data.get("token_ids"))
-
-
-def _name(what: str, value: object) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{what}: id {value!r:.60}, expected a string that is not blank")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError(f"{what}: id {value!a:.60} holds half a surrogate pair, expected text")
-
-
-def _distinct(name: str, seen: set[str]) -> None:
-    if name in seen:
-        raise ValueError(f"id {name!r:.60} twice, expected an id for each")
-    seen.add(name)

@@ -22,6 +22,7 @@ from ...model.wiring import FORKED, Layer, State, Wiring
 from ...tree.draft_tree import DraftTree
 from ..capacity import needs
 from ..contract import BaseEngine
+from ..precision import dtype_name
 from ..transformers import loading
 from .ranks import Group, joined, muted
 from .runner import Start, width_for
@@ -119,7 +120,7 @@ class SGLangEngine(BaseEngine):
         parameters = _parameters(text)
         needed = parameters * wanted.itemsize
         loading.require_memory(
-            f"{model or loading.EMBEDDED} in {_name(wanted)}", needed // tp, torch.device("cuda", gpu)
+            f"{model or loading.EMBEDDED} in {dtype_name(wanted)}", needed // tp, torch.device("cuda", gpu)
         )
         size = f": {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB" if parameters else ""
         chosen = checked_args(args or {}, _server_fields())
@@ -128,7 +129,7 @@ class SGLangEngine(BaseEngine):
             settings = server_args(path, weights, wanted, seed, rows, tp) | chosen
             settings |= overrides(text, nested=text is not config and weights == "real", chosen=chosen)
             start = Start(
-                seam=seam, args=settings, dtype=_name(wanted), gpu=gpu, environment=_environment(wanted),
+                seam=seam, args=settings, dtype=dtype_name(wanted), gpu=gpu, environment=_environment(wanted),
                 seed=seed if weights == "random" else None,
             )  # fmt: skip
             cls._running = True
@@ -136,7 +137,7 @@ class SGLangEngine(BaseEngine):
         facts = group.runner.facts() | {
             "sglang": found,
             "seam": f"{like}: {seam.status}",
-            "dtype": _name(wanted),
+            "dtype": dtype_name(wanted),
             "rows": rows,
             "tp": tp,
             "engine_args": {name: str(value) for name, value in chosen.items()},
@@ -258,7 +259,7 @@ def server_args(path: str, weights: str, dtype: torch.dtype, seed: int, rows: in
     return {
         "model_path": path,
         "load_format": "dummy" if weights == "random" else "auto",
-        "dtype": _name(dtype),
+        "dtype": dtype_name(dtype),
         "tp_size": tp,
         "device": "cuda",
         "random_seed": seed,
@@ -341,7 +342,7 @@ def _parameters(text) -> int:
 
 def _environment(dtype: torch.dtype) -> dict[str, str]:
     """What SGLang and Triton read from the environment alone."""
-    found = {"SGLANG_MAMBA_CONV_DTYPE": _name(dtype), "TOKENIZERS_PARALLELISM": "false"}
+    found = {"SGLANG_MAMBA_CONV_DTYPE": dtype_name(dtype), "TOKENIZERS_PARALLELISM": "false"}
     return found | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == torch.float32 else {})
 
 
@@ -371,7 +372,7 @@ def _checkpoint(source: str, text, weights: str, dtype: torch.dtype) -> Iterator
         held = json.loads(own.read_text()) if own.is_file() else {}
         if held.get("model_type") != text.model_type:  # the text model is a part of it, or there is none
             held = text.to_dict()
-        held |= {"dtype": _name(dtype), "torch_dtype": _name(dtype)}
+        held |= {"dtype": dtype_name(dtype), "torch_dtype": dtype_name(dtype)}
         held["architectures"] = held.get("architectures") or [loading.class_name(text)]
         if words := LAYER_WORDS.get(text.model_type):
             held["layer_types"] = [words.get(kind, kind) for kind in held.get("layer_types", ())]
@@ -393,7 +394,3 @@ def _version(package: str) -> str | None:
 
 def _ints(values) -> tuple[int, ...]:
     return tuple(map(int, values))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

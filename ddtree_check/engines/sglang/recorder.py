@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 
 from ...base.errors import UsageError, usage_errors
 from ...base.files import parse_toml, read_text
+from ...base.options import check_options, group, make, option
 from ...trace.model import DTYPES
 from ...trace.write import TraceWriter
 from ...tree.draft_tree import DraftTree
@@ -48,6 +49,7 @@ FLAGS = (  # of ServerArgs, all that can change a number
     "speculative_ngram_match_type", "speculative_ngram_max_trie_depth", "enable_fp32_lm_head",
     "mamba_radix_cache_strategy", "uses_mamba_radix_cache", "mamba_track_interval", "speculative_draft_model_path",
 )  # fmt: skip
+ABOVE_0 = {"holds": lambda value: value > 0, "expects": "more than 0"}
 EVERY = 1.0  # seconds between two looks at the file of the options
 PATIENCE = 5.0  # seconds until a request's text must have caught up with a step that was run ahead of it
 
@@ -57,67 +59,42 @@ log = logging.getLogger(__name__)
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@group("Recorder")
 class Options:
-    """What to record.
+    """What to record, and where; None for folder records nothing, None for trees scripts none. Raises UsageError."""
 
-    folder     where traces go, one folder a process; None records nothing (a script alone)
-    rate       the share of (request, step) pairs that are recorded, drawn by `seed`
-    top        the so many largest logits of each row; 0 keeps whole rows
-    max_mb     bound on each folder; when it is reached recording ends
-    pending_mb bound on what waits to be written; a step that would pass it is dropped
-    ranks      'first' or 'all' of the tensor-parallel ranks
-    trees      a script of draft trees (`scripted.Script`), for NGRAM
-    states     also what SGLang's own commit left in the state slot of each recorded request: its windows and state
-    """
-
-    folder: str | None = None
-    rate: float = 0.05
-    top: int = 64
-    max_mb: float = 1024.0
-    pending_mb: float = 256.0
-    ranks: str = "first"
-    trees: str | None = None
-    seed: int = 0
-    states: bool = False
+    folder: str | None = option(None, "Where traces go, one folder a process.")
+    rate: float = option(
+        0.05, "Share of (request, step) pairs that are recorded, drawn by seed.",
+        holds=lambda value: 0 <= value <= 1, expects="a share from 0 to 1",
+    )  # fmt: skip
+    top: int = option(
+        64, "The so many largest logits of each row; 0 keeps whole rows.",
+        holds=lambda value: value == 0 or value >= 2, expects="0 (whole rows) or at least 2",
+    )  # fmt: skip
+    max_mb: float = option(1024.0, "Bound on each folder; recording ends there.", **ABOVE_0)
+    pending_mb: float = option(256.0, "Bound on what waits to be written; steps beyond it are dropped.", **ABOVE_0)
+    ranks: str = option("first", "The tensor-parallel ranks that record.", choices=("first", "all"))
+    trees: str | None = option(None, "A script of draft trees (`scripted.Script`), for NGRAM.")
+    seed: int = option(0, "Seed of what is recorded.")
+    states: bool = option(False, "Also what SGLang's commit left in each recorded request's state slot.")
 
     def __post_init__(self):
-        kinds = {"folder": str, "ranks": str, "trees": str, "top": int, "seed": int}
-        if not isinstance(self.states, bool):
-            raise ValueError(f"states {self.states!r:.40}, expected true or false")
-        for name in (own.name for own in fields(self) if own.name != "states"):
-            value, kind = getattr(self, name), kinds.get(name, (int, float))
-            if value is None and name in ("folder", "trees"):
-                continue
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ValueError(f"{name} {value!r:.40}, expected {'a text' if kind is str else 'a number'}")
-        if not 0 <= self.rate <= 1:
-            raise ValueError(f"rate {self.rate!r}, expected a share from 0 to 1")
-        if self.top < 0 or self.top == 1:
-            raise ValueError(f"top {self.top}, expected 0 (whole rows) or at least 2")
-        for name in ("max_mb", "pending_mb"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} {getattr(self, name)!r}, expected more than 0")
-        if self.ranks not in ("first", "all"):
-            raise ValueError(f"ranks {self.ranks!r:.40}, expected 'first' or 'all'")
+        check_options(self)
         if not self.folder and not self.trees:
-            raise ValueError("neither folder nor trees, expected a folder to record into, a script of trees, or both")
+            raise UsageError("neither folder nor trees, expected a folder to record into, a script of trees, or both")
 
 
 def read_options(value: str) -> Options:
-    """The options that DDTREE_CHECK_RECORD names: a folder, or a TOML file (by its name). Raises UsageError."""
+    """Return the options that DDTREE_CHECK_RECORD names: a folder, or a TOML file (by its name). Raises UsageError."""
     if not value.endswith(".toml"):
         return Options(folder=value)
     with usage_errors():
-        try:
-            data = parse_toml(read_text(value), value)
-            unknown = sorted(data.keys() - Options.__dataclass_fields__.keys())
-            if unknown:
-                raise ValueError(f"unknown {unknown[0]!r}, expected {', '.join(Options.__dataclass_fields__)}")
-            return Options(**data)
-        except ValueError as error:
-            text = str(error)
-            raise ValueError(text if text.startswith(value) else f"{value}: {text}") from None
+        data = parse_toml(read_text(value), value)
+    try:
+        return make(Options, data)
+    except UsageError as error:
+        raise UsageError(f"{value}: {error}") from None
 
 
 # --- the plugin -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.errors import Unsupported, UsageError
+from ...base.errors import Unsupported, UsageError, one_line
+from ..precision import dtype_name, ieee
 from . import pools
 from .seams import TREES, Seam, place, start_mamba
 
@@ -116,7 +117,7 @@ class Runner:
         if self.dtype == torch.float32:
             _plain_layers()
         port = self.start.port or PortArgs.init_new(self.args).nccl_port
-        with _ieee():
+        with ieee():
             self.model_runner = ModelRunner(
                 model_config=config,
                 mem_fraction_static=self.args.mem_fraction_static,
@@ -275,9 +276,6 @@ class Runner:
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.kept.pop(number, None)
-
-    def free_slots(self) -> int:
-        return int(self.allocator.available_size())
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -439,13 +437,17 @@ class Runner:
         if mode != "TARGET_VERIFY" and runner is not None:  # its graphs are verifies
             self.model_runner.decode_cuda_graph_runner = None
         try:
-            with _ieee():
+            with ieee():
                 found = self.model_runner.forward(batch)
         except torch.cuda.OutOfMemoryError as error:
-            raise UsageError(f"memory: no room for {mode} of {len(places)} rows ({_line(error)})") from error
+            raise UsageError(f"memory: no room for {mode} of {len(places)} rows ({one_line(error)})") from error
         except (NotImplementedError, AssertionError, RuntimeError, ValueError) as error:  # whatever kernels object to
-            words = "refuses" if isinstance(error, NotImplementedError) else f"does not get through ({_kind(error)})"
-            raise Unsupported(f"SGLang {words} {mode} of {len(places)} rows: {_line(error)}") from error
+            words = (
+                "refuses"
+                if isinstance(error, NotImplementedError)
+                else f"does not get through ({type(error).__name__})"
+            )
+            raise Unsupported(f"SGLang {words} {mode} of {len(places)} rows: {one_line(error)}") from error
         finally:
             if mode != "TARGET_VERIFY" and runner is not None:
                 self.model_runner.decode_cuda_graph_runner = runner
@@ -485,7 +487,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if not weight.is_floating_point() or weight.dtype.itemsize < 2:
-                raise UsageError(f"weights: {name} is {_name(weight.dtype)}; expected a model that is not quantised")
+                raise UsageError(
+                    f"weights: {name} is {dtype_name(weight.dtype)}; expected a model that is not quantised"
+                )
             _randomize(name.rpartition(".")[2], name, weight, draw, RANGES)
             weight.add_(norms.get(id(weight), 0.0))
         head = getattr(getattr(model, "lm_head", None), "weight", None)
@@ -543,19 +547,6 @@ def _last_rows(model: torch.nn.Module, keep: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ieee() -> Iterator[None]:
-    """float32 products as float32, not TF32."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
-@contextlib.contextmanager
 def _reasons() -> Iterator[None]:
     """What SGLang raises while it starts, in one line and of the kind that decides the exit code."""
     try:
@@ -563,13 +554,15 @@ def _reasons() -> Iterator[None]:
     except (UsageError, Unsupported):
         raise
     except NotImplementedError as error:
-        raise Unsupported(f"SGLang refuses this model: {_line(error)}") from error
+        raise Unsupported(f"SGLang refuses this model: {one_line(error)}") from error
     except torch.cuda.OutOfMemoryError as error:
-        raise UsageError(f"memory: SGLang does not fit on the GPU ({_line(error)}); {SMALLER}") from error
+        raise UsageError(f"memory: SGLang does not fit on the GPU ({one_line(error)}); {SMALLER}") from error
     except ImportError as error:
-        raise UsageError(f"engine: sglang cannot be imported ({_line(error)}); see constraints-sglang.txt") from error
+        raise UsageError(
+            f"engine: sglang cannot be imported ({one_line(error)}); see constraints-sglang.txt"
+        ) from error
     except Exception as error:
-        text = _line(error)
+        text = one_line(error)
         if "not enough memory" in text.lower() or "out of memory" in text.lower():
             raise UsageError(f"memory: SGLang does not fit on the GPU ({text}); {SMALLER}") from error
         if any(words in text.lower() for words in REFUSALS):
@@ -579,16 +572,3 @@ def _reasons() -> Iterator[None]:
 
 REFUSALS = ("not supported for now", "is not supported", "does not support", "not in full attention layers")
 SMALLER = "take a smaller --budget, --dtype or model, or --tp over several GPUs"
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 240 else text[:237] + "..."
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

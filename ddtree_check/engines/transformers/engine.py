@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import transformers
 from packaging.version import Version
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from ...base.errors import Unsupported, UsageError
@@ -24,6 +23,7 @@ from ...model.mixers import causal_conv
 from ...model.wiring import FORKED, Attention, Layer, Plan, Wiring, reads
 from ...tree.draft_tree import DraftTree
 from ..contract import BaseEngine, Watched
+from ..precision import KeepFloat64, dtype_name, ieee
 from . import loading
 from .adapters import ADAPTERS, Swap
 from .adapters.caches import CACHES
@@ -112,7 +112,7 @@ class TransformersEngine(BaseEngine):
             if self.device.type == "cuda"
             else platform.machine(),
             "threads": torch.get_num_threads(),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             "state_dtype": state,
             "attention": self.config._attn_implementation,
             "experts": getattr(self.config, "_experts_implementation", None),
@@ -291,7 +291,7 @@ class TransformersEngine(BaseEngine):
     def _run(self, tokens, positions: np.ndarray, cache, *, mask=None, keep: int = 0) -> torch.Tensor:
         """One forward pass; positions are always explicit. Returns logits [batch, kept rows, vocabulary]."""
         lifted = KeepFloat64() if self.dtype == torch.float64 else contextlib.nullcontext()
-        with lifted, _ieee(), self.caches.running(cache):
+        with lifted, ieee(), self.caches.running(cache):
             return self.model(
                 input_ids=torch.tensor(np.asarray(tokens), dtype=torch.long, device=self.device),
                 position_ids=torch.tensor(positions, dtype=torch.long, device=self.device),
@@ -358,39 +358,6 @@ class TransformersEngine(BaseEngine):
 def _bindable(adapter: Callable, swap: Swap) -> Callable:
     """A function, because a partial would not become a method where it takes a method's place."""
     return lambda *args, **kwargs: adapter(swap, *args, **kwargs)
-
-
-class KeepFloat64(TorchFunctionMode):
-    """Leaves float64 tensors alone where the library casts to float32 inside norms, gates and softmaxes."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            if func is torch.Tensor.to and torch.float32 in (*args[1:], kwargs.get("dtype")):
-                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-                kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-            elif func is torch.Tensor.type and args[1:] == (torch.float32,):
-                return args[0]
-            elif kwargs.get("dtype") is torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
-            elif func is torch.Tensor.matmul and args[1].dtype == torch.float32:
-                args = (args[0], args[1].double())  # positions, which older rotary embeddings make float32
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _ieee() -> Iterator[None]:
-    """float32 as float32: cuDNN's convolutions would take TF32 by themselves, three digits of noise in every pass."""
-    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before[0]
-        torch.set_float32_matmul_precision(before[1])
 
 
 def _resolved(function) -> str:

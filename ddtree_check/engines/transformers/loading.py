@@ -22,10 +22,11 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ...base.errors import UsageError
+from ...base.errors import UsageError, one_line
 from ...base.resources import EMBEDDED, fixtures_dir
 from ...model.families import ALIASES, FAMILIES
 from ..checkpoint import check_folder, check_sizes, stored_count, weight_files
+from ..precision import dtype_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32", "f64": "float64"}
@@ -59,7 +60,7 @@ def pick_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device: {name!r} cannot be used here ({_line(error)}); try --device cpu") from error
+        raise UsageError(f"device: {name!r} cannot be used here ({one_line(error)}); try --device cpu") from error
     return device
 
 
@@ -90,7 +91,7 @@ def load_model(
         and torch.cuda.device_count() > 1
     )
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if spread else [where]
-    require_memory(f"{name or EMBEDDED} in {str(wanted).removeprefix('torch.')}", needed, *devices)
+    require_memory(f"{name or EMBEDDED} in {dtype_name(wanted)}", needed, *devices)
     text.dtype = wanted
     progress(f"loading {name or EMBEDDED}: {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB on {where}")
     if weights == "random":
@@ -156,7 +157,7 @@ def load_config(name: str | None, source: str, weights: str = "real"):
     except Exception as error:
         if (Path(source) / "config.json").exists():
             raise UsageError(
-                f"model: {source} cannot be read ({_line(error)}); expected a transformers checkpoint"
+                f"model: {source} cannot be read ({one_line(error)}); expected a transformers checkpoint"
             ) from error
         raise missing_weights(name or source, source, error) from error
 
@@ -203,16 +204,16 @@ def _from_files(name, source, text, dtype, device, spread, attention):
         )
     except SafetensorError as error:
         raise UsageError(
-            f"model: {source} holds a corrupt safetensors file ({_line(error)}); download it again"
+            f"model: {source} holds a corrupt safetensors file ({one_line(error)}); download it again"
         ) from error
     except ImportError as error:
-        raise UsageError(f"model: {source} needs a package that is missing: {_line(error)}") from error
+        raise UsageError(f"model: {source} needs a package that is missing: {one_line(error)}") from error
     except torch.cuda.OutOfMemoryError as error:
-        raise UsageError(f"memory: {source} does not fit on {device}: {_line(error)}") from error
+        raise UsageError(f"memory: {source} does not fit on {device}: {one_line(error)}") from error
     except (OSError, ValueError, RuntimeError) as error:
         if not Path(source).exists() or "no file named" in str(error):
             raise missing_weights(name or source, source, error) from error
-        raise UsageError(f"model: {source} cannot be loaded ({_line(error)})") from error
+        raise UsageError(f"model: {source} cannot be loaded ({one_line(error)})") from error
     absent = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if absent:
         raise UsageError(
@@ -250,7 +251,7 @@ def count_parameters(config, source: str = "config.json") -> int:
             raise ValueError(f"{empty[0]} is empty")
     except Exception as error:  # whatever the library and torch find wrong with a value
         raise UsageError(
-            f"model: {source}: its config.json makes no model ({type(error).__name__}: {_line(error)}); "
+            f"model: {source}: its config.json makes no model ({type(error).__name__}: {one_line(error)}); "
             "expected a transformers checkpoint"
         ) from error
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
@@ -414,8 +415,3 @@ def _free(device: torch.device) -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 2**63
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 240 else text[:237] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,27 @@ class Decay(NamedTuple):
     strict: torch.Tensor
     between: torch.Tensor
     from_start: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """What a tree pass leaves behind: the outputs, and all that any node's state follows from.
+
+    output [..., n, *]; from_start [..., n] and between [..., n, n] as in `Decay`; left [..., n, a] and right
+    [..., n, b]: the factors of what each node wrote; initial [..., a, b].
+    """
+
+    output: torch.Tensor
+    from_start: torch.Tensor
+    between: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    initial: torch.Tensor
+
+    def state(self, node: int) -> torch.Tensor:
+        """Return the state after `node`, [..., a, b]: S_i = G_i S_0 + sum_{j up to i} D_ij left_j right_j^T."""
+        weighted = self.between[..., node, :, None] * self.left
+        return self.from_start[..., node, None, None] * self.initial + weighted.transpose(-1, -2) @ self.right
 
 
 def along(log_decay: torch.Tensor, sources: Sequence[int] | Sequence[Sequence[int]]) -> Decay:

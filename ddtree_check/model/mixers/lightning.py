@@ -24,25 +24,7 @@ def step(state, q, k, v, log_decay):
     return state, q @ state
 
 
-@dataclass(frozen=True, eq=False)
-class TreeScan:
-    """output [..., n, v]; from_start [..., n] and between [..., n, n] as in `decay.Decay`; keys [..., n, k];
-    values [..., n, v]; initial [..., k, v]."""
-
-    output: torch.Tensor
-    from_start: torch.Tensor
-    between: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    initial: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [..., k, v]."""
-        weighted = self.between[..., node, :, None] * self.keys
-        return self.from_start[..., node, None, None] * self.initial + weighted.mT @ self.values
-
-
-def tree_form(initial, q, k, v, log_decay, sources: Sequence[int]) -> TreeScan:
+def tree_form(initial, q, k, v, log_decay, sources: Sequence[int]) -> decay.Scan:
     """All nodes of a wiring at once: causal linear attention whose mask is the decay along the ancestor relation.
 
         o_i = G_i S_0^T q_i + sum_{j up to i} D_ij (q_i . k_j) v_j,   D_ij = a^(steps from j to i)
@@ -52,7 +34,7 @@ def tree_form(initial, q, k, v, log_decay, sources: Sequence[int]) -> TreeScan:
     """
     _, between, from_start = decay.along(log_decay[..., None].expand(*log_decay.shape, len(sources)), sources)
     output = from_start[..., None] * (q @ initial) + (between * (q @ k.mT)) @ v
-    return TreeScan(output, from_start, between, k, v, initial)
+    return decay.Scan(output, from_start, between, k, v, initial)
 
 
 @dataclass(frozen=True, eq=False)
