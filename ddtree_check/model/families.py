@@ -62,13 +62,12 @@ def _falcon_h1(config) -> Branches:
 
 def _zamba(kind: str) -> Callable[[object], Branches]:
     """A shared attention block whose output is added to the input of the Mamba block behind it."""
-    return lambda config: (
-        (
-            Attention(positional=getattr(config, "use_mem_rope", False)),
-            Conv(config.mamba_d_conv),
-            State(kind),
-        ),
-    )
+
+    def branches(config) -> Branches:
+        attention = Attention(positional=getattr(config, "use_mem_rope", False))
+        return ((attention, Conv(config.mamba_d_conv), State(kind)),)
+
+    return branches
 
 
 def _sliding(config) -> Branches:
@@ -287,30 +286,16 @@ _ROWS = (
 FAMILIES = {family.model_type: family for family in _ROWS}
 
 _QWEN3_6_27B = {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 64,
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408,
+    "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "vocab_size": 248320, "max_position_embeddings": 262144,
     "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000_000,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
+        "rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
         "mrope_interleaved": True,
     },
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ from .seams import LAYER_WORDS, NO_CLASS, Seam, find_seam, installed, readable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = 16384  # key and value slots, unless --engine-arg max_total_tokens says otherwise
+TOLD = (  # facts that a record holds as they are
+    "sglang", "tp", "dtype", "state_dtype", "conv_dtype", "attention", "recurrent_functions", "graphs", "reserved",
+    "capacity", "engine_args",
+)  # fmt: skip
 OURS = {  # what other options set
     "model_path": "--model",
     "dtype": "--dtype",
@@ -164,29 +168,22 @@ class SGLangEngine(BaseEngine):
             return loading.load_config(model, source, weights)
 
     def describe(self) -> dict[str, Any]:
-        facts, device = self.facts, self.group.runner.device
-        extends = self.group.runner._extends
+        facts, device, extends = self.facts, self.group.runner.device, self.group.runner._extends
         return {
+            **{name: facts[name] for name in TOLD},
             "engine": self.name,
             "model_type": self.config.model_type,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": _version("transformers"),
-            "sglang": facts["sglang"],
             "sglang_seam": facts["seam"],
             "triton": _version("triton"),
             "device": str(device),
             "device_name": torch.cuda.get_device_name(device),
-            "tp": facts["tp"],
             "threads": torch.get_num_threads(),
-            "dtype": facts["dtype"],
-            "state_dtype": facts["state_dtype"],
             "judged_as": _coarsest(facts["dtype"], facts["state_dtype"]),
-            "conv_dtype": facts["conv_dtype"],
-            "attention": facts["attention"],
             "norms_and_rotary": "sgl_kernel" if facts["fused"] else "SGLang's plain ones: the fused round to bfloat16",
             "mixers": "engine",
-            "recurrent_functions": facts["recurrent_functions"],
             "float32_matmul": "ieee",
             "fork": f"topk {facts['topk']}" if facts["topk"] > 1 else "off: topk 1",
             "prefill": "EXTEND" if extends else "DECODE, token by token: EXTEND takes no float32",
@@ -194,10 +191,6 @@ class SGLangEngine(BaseEngine):
             if extends
             else "TARGET_VERIFY along the text in chunks of one width: EXTEND takes no float32",
             "widths": sorted({min(width_for(rows), facts["rows"]) for rows in range(2, facts["rows"] + 1)}),
-            "graphs": facts["graphs"],
-            "reserved": facts["reserved"],
-            "capacity": facts["capacity"],
-            "engine_args": facts["engine_args"],
         }
 
     def exact(self):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from . import decay, fold
+from . import Folded, decay, fold
 
 
 def step(state, q, k, v, log_decay):
@@ -37,23 +36,12 @@ def tree_form(initial, q, k, v, log_decay, sources: Sequence[int]) -> decay.Scan
     return decay.Scan(output, from_start, between, k, v, initial)
 
 
-@dataclass(frozen=True, eq=False)
-class Fold:
-    """output [..., n, v]; states [n, ..., k, v]."""
-
-    output: torch.Tensor
-    states: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        return self.states[node]
-
-
-def folded(initial, q, k, v, log_decay, sources: Sequence[int]) -> Fold:
-    """The same as `tree_form`, token by token: every state is rounded to the dtype given, as a chain rounds it."""
+def folded(initial, q, k, v, log_decay, sources: Sequence[int]) -> Folded:
+    """Compute `tree_form` token by token: every state is rounded to the dtype given, as a chain rounds it."""
 
     def heads(state, q, k, v):
         state = log_decay.exp()[:, None, None] * state + k[..., None] @ v[..., None, :]
         return state, (q[..., None, :] @ state)[..., 0, :]
 
     states, output = fold(heads, initial, [x.movedim(-2, 0) for x in (q, k, v)], sources)
-    return Fold(output.movedim(0, -2), states)
+    return Folded(output.movedim(0, -2), states)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
-
-from . import fold
+from . import Folded, fold
 
 
 def step(state, x, decay):
@@ -23,18 +20,7 @@ def step(state, x, decay):
     return state, state
 
 
-@dataclass(frozen=True, eq=False)
-class TreeScan:
-    """output [..., n, d]: what a node gives out is its state."""
-
-    output: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [..., d]."""
-        return self.output[..., node, :]
-
-
-def tree_form(initial, x, decay, sources: Sequence[int]) -> TreeScan:
+def tree_form(initial, x, decay, sources: Sequence[int]) -> Folded:
     """All nodes of a wiring, level by level: as many vectorised steps as the tree is deep.
 
     The closed form, o_i = G_i h_0 + sum_j D_ij x_j, needs an [n, n] table of decays for each channel, because channels
@@ -43,5 +29,5 @@ def tree_form(initial, x, decay, sources: Sequence[int]) -> TreeScan:
 
     initial [..., d]; x, decay [..., n, d]; sources as in `Plan.state`. Computes in the dtype it is given.
     """
-    _, output = fold(step, initial, (x.movedim(-2, 0), decay.movedim(-2, 0)), sources)
-    return TreeScan(output.movedim(0, -2))
+    states, output = fold(step, initial, (x.movedim(-2, 0), decay.movedim(-2, 0)), sources)
+    return Folded(output.movedim(0, -2), states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ....model.mixers import mamba1
+from ....model.mixers import Folded, mamba1
 from .swap import Swap
 
 
@@ -23,7 +23,7 @@ class Heads:
 class Single:
     """The scan of a layer without heads; adds the batch of the cache."""
 
-    def __init__(self, scan: mamba1.TreeScan):
+    def __init__(self, scan: Folded):
         self.scan = scan
 
     def state(self, node: int) -> torch.Tensor:
