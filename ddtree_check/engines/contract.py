@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..base.errors import Unsupported, UsageError
 from ..model.wiring import FORKED, Layer, State, Wiring
 from ..tree.draft_tree import DraftTree
 
-if TYPE_CHECKING:
-    pass
 ASSUMED = (Layer("assumed", ((State("assumed"),),)),)  # one flat state: node i is clean iff depth(i) == i
 
 

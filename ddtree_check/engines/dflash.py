@@ -25,7 +25,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 from transformers.utils import cached_file
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, one_line
 from ..base.resources import fixtures_dir
 from .checkpoint import INDEX, check_folder, check_sizes, indexed, stored_shapes
 
@@ -59,34 +59,33 @@ class Spec:
     def read(cls, config: Qwen3Config, source: str) -> Spec:
         """From a configuration in the published form, keys in `dflash_config` or beside it. Raises UsageError."""
         inner = getattr(config, "dflash_config", None) or {}
-        if not isinstance(inner, dict):
-            raise unfit(source, f"dflash_config is {inner!r:.40}", "an object")
+        demand(isinstance(inner, dict), source, f"dflash_config is {inner!r:.40}", "an object")
 
         def value(name: str, default=None):
             return inner.get(name, getattr(config, name, default))
 
         def whole(name: str, got, low: int) -> int:
-            if isinstance(got, bool) or not isinstance(got, int) or got < low:
-                raise unfit(source, f"{name} is {got!r:.40}", f"a whole number of at least {low}")
+            good = isinstance(got, int) and not isinstance(got, bool) and got >= low
+            demand(good, source, f"{name} is {got!r:.40}", f"a whole number of at least {low}")
             return got
 
         def number(name: str, default: float) -> float:
             got = default if value(name) is None else value(name)
-            if isinstance(got, bool) or not isinstance(got, int | float) or not abs(got) < 1e12:
-                raise unfit(source, f"{name} is {got!r:.40}", "a finite number")
+            good = isinstance(got, int | float) and not isinstance(got, bool) and abs(got) < 1e12
+            demand(good, source, f"{name} is {got!r:.40}", "a finite number")
             return float(got)
 
         named = getattr(config, "architectures", None) or []
-        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-            raise unfit(source, f"architectures is {named!r:.40}", "a list of names")
-        if not set(named) & set(CLASSES):
-            raise unfit(source, f"its class is {', '.join(named) or 'not named'}", " or ".join(CLASSES))
+        good = isinstance(named, list) and all(isinstance(name, str) for name in named)
+        demand(good, source, f"architectures is {named!r:.40}", "a list of names")
+        known = set(named) & set(CLASSES)
+        demand(known, source, f"its class is {', '.join(named) or 'not named'}", " or ".join(CLASSES))
         total = value("num_target_layers")
         layers = value("target_layer_ids")
         if layers is None:
             layers = spread(whole("num_target_layers", total, 1), config.num_hidden_layers)
-        if not isinstance(layers, (list, tuple)) or not layers:
-            raise unfit(source, f"target_layer_ids is {layers!r:.40}", "a list of layer numbers")
+        good = isinstance(layers, list | tuple) and layers
+        demand(good, source, f"target_layer_ids is {layers!r:.40}", "a list of layer numbers")
         second = CLASSES[1] in named
         return cls(
             block_size=whole("block_size", value("block_size", 16), 2),
@@ -102,21 +101,28 @@ class Spec:
         )
 
     def fit(self, engine, source: str) -> None:
-        """Raises UsageError, one line, where this drafter was not made for the engine's model."""
-        if self.hidden != engine.hidden_size:
-            raise unfit(source, f"hidden_size is {self.hidden}", f"the target's {engine.hidden_size}")
-        if self.vocab != engine.vocab_size:
-            raise unfit(source, f"vocab_size is {self.vocab}", f"the target's {engine.vocab_size}")
-        count = len(engine.layers)
-        if self.target_layers is not None and self.target_layers != count:
-            raise unfit(source, f"num_target_layers is {self.target_layers}", f"the target's {count}")
-        beyond = [layer for layer in self.layers if layer >= count - 1]  # behind the last one stands the final norm
-        if beyond:
-            raise unfit(source, f"target_layer_ids holds {beyond[0]}", f"layers but the target's last, 0..{count - 2}")
-        if self.mask_token >= engine.vocab_size:
-            raise unfit(source, f"mask_token_id is {self.mask_token}", f"a token of the target, 0..{self.vocab - 1}")
-        if engine.max_length is not None and self.block_size > engine.max_length:
-            raise unfit(source, f"block_size is {self.block_size}", f"at most the target's context {engine.max_length}")
+        """Raise UsageError, one line, where this drafter was not made for the engine's model."""
+        hidden, count, most = engine.hidden_size, len(engine.layers), engine.max_length
+        demand(self.hidden == hidden, source, f"hidden_size is {self.hidden}", f"the target's {hidden}")
+        demand(
+            self.vocab == engine.vocab_size, source, f"vocab_size is {self.vocab}", f"the target's {engine.vocab_size}"
+        )
+        fits = self.target_layers in (None, count)
+        demand(fits, source, f"num_target_layers is {self.target_layers}", f"the target's {count}")
+        last = max(self.layers)  # behind the target's last layer stands the final norm
+        demand(
+            last < count - 1, source, f"target_layer_ids holds {last}", f"layers but the target's last, 0..{count - 2}"
+        )
+        fits = self.mask_token < self.vocab
+        demand(fits, source, f"mask_token_id is {self.mask_token}", f"a token of the target, 0..{self.vocab - 1}")
+        fits = most is None or self.block_size <= most
+        demand(fits, source, f"block_size is {self.block_size}", f"at most the target's context {most}")
+
+
+def demand(good: object, source: str, got: str, expected: str) -> None:
+    """Raise UsageError, one line, unless it is good."""
+    if not good:
+        raise unfit(source, got, expected)
 
 
 def unfit(source: str, got: str, expected: str) -> UsageError:
@@ -286,8 +292,8 @@ def load(source: str | None, engine, default: str | None = None) -> Drafter:
         with torch.device("meta"):
             network = Network(config, spec)
     except Exception as error:  # whatever the library and torch find wrong with a value
-        said = f"{type(error).__name__}: {' '.join(str(error).split()):.120}"
-        raise unfit(name, f"its config.json makes no network ({said})", "that of a drafter") from None
+        cause = f"{type(error).__name__}: {one_line(error):.120}"
+        raise unfit(name, f"its config.json makes no network ({cause})", "that of a drafter") from None
     wanted = network.state_dict()
     shapes = {key: shape for key, shape in stored_shapes(files).items() if not key.startswith(SELECTOR)}
     absent, odd = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
@@ -295,12 +301,11 @@ def load(source: str | None, engine, default: str | None = None) -> Drafter:
         what = f"lacks {absent[0]}" if absent else f"holds {odd[0]}"
         raise unfit(name, f"its weights are off: it {what}", f"the {len(wanted)} tensors of a {CLASSES[0]}")
     for key, shape in shapes.items():
-        if shape != tuple(wanted[key].shape):
-            raise unfit(name, f"{key} is {list(shape)}", f"{list(wanted[key].shape)} by its config.json")
+        right = tuple(wanted[key].shape)
+        demand(shape == right, name, f"{key} is {list(shape)}", f"{list(right)} by its config.json")
     weights = {key: value for path in files for key, value in load_file(path).items() if key in wanted}
     for key, value in weights.items():
-        if not torch.isfinite(value).all():
-            raise unfit(name, f"{key} is not finite", "numbers")
+        demand(torch.isfinite(value).all(), name, f"{key} is not finite", "numbers")
     network.load_state_dict(weights, assign=True)
     network.rotary_emb = Qwen3RotaryEmbedding(config)  # no weight: still on the meta device
     dtype = torch.float32 if engine.dtype == torch.float64 else engine.dtype
@@ -325,7 +330,7 @@ def read_config(source: str) -> Qwen3Config:
         raise
     except Exception as error:  # whatever the library finds wrong with a value
         raise UsageError(
-            f"draft: {path} cannot be read ({' '.join(str(error).split()):.160}); expected a drafter's config.json"
+            f"draft: {path} cannot be read ({one_line(error):.160}); expected a drafter's config.json"
         ) from None
 
 

@@ -72,8 +72,8 @@ def _prepare() -> None:
         raise UsageError("sglang: it was imported before its kernels were asked for; expected a fresh process on a CPU")
     root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
     for name in sorted({parent for files in FILES.values() for file in files for parent in _parents(file)}):
-        _bare(name, root.parent.joinpath(*name.split(".")))
-    _bare("sglang.kernels.ops.memory", root / "kernels" / "ops" / "memory")
+        _stand_in(name, root.parent.joinpath(*name.split(".")))
+    _stand_in("sglang.kernels.ops.memory", root / "kernels" / "ops" / "memory")
     no = lambda *_, **__: False  # noqa: E731
     _stand_in("sglang.kernels.jit", is_arch_support_pdl=no)
     _stand_in("sglang.kernels.jit.utils", is_arch_support_pdl=no)
@@ -91,17 +91,10 @@ def _parents(module: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _bare(name: str, folder: Path) -> None:
-    module = types.ModuleType(name)
-    module.__path__ = [str(folder)]
-    sys.modules[name] = module
-
-
-def _stand_in(name: str, **names) -> None:
-    module = types.ModuleType(name)
-    module.__path__ = []
-    module.__dict__.update(names)
-    sys.modules[name] = module
+def _stand_in(name: str, *folders: Path, **names) -> None:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = list(map(str, folders))
+    vars(module).update(names)
 
 
 # --- the kernels, in the call form ------------------------------------------------------------------------------------

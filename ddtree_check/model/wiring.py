@@ -7,7 +7,7 @@ and `contaminated` follows them layer by layer to the set of nodes that cannot c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -75,12 +75,6 @@ class Wiring:
             rule = getattr(self, channel)
             resolved[channel] = (rule if callable(rule) else rules[rule])(tree)
         return Plan(tree=tree, **resolved)
-
-    def to_json(self) -> dict:
-        return {
-            field.name: value if not callable(value := getattr(self, field.name)) else value.__name__
-            for field in fields(self)
-        }
 
 
 FORKED = Wiring("tree_forked")

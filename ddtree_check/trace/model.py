@@ -310,7 +310,3 @@ def widen(dtype: str, bits: np.ndarray) -> np.ndarray:
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.astype(np.float64 if dtype == "F64" else np.float32)
-
-
-def _bits_wide(array) -> np.ndarray:
-    return widen(*_bits("lse", array))

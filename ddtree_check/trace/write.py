@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..base.files import now, runs
-from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _bits_wide, _host, _whole, widen
+from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _host, _whole, widen
 from .read import HEADER_BYTES, _same_header, parse_step, read_raw
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class StepWriter:
             ids, values, lse = (*top, None)[:3]
             arrays = {"top_ids": ("I64", np.array(_host(ids), dtype="<i8")), "top_logits": _bits("top", values)}
             if lse is not None:
-                arrays["lse"] = ("F64", np.array(_bits_wide(lse), dtype="<f8"))
+                arrays["lse"] = ("F64", np.array(widen(*_bits("lse", lse)), dtype="<f8"))
         if mask is not None:
             arrays["mask"] = ("BOOL", np.array(_host(mask)).astype(bool))
         if processed is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,7 @@ class Row:
 
 
 class Batches:
-    """Passes over several requests. Each takes and gives what the engine's own of one request does, in the same order.
-
-    padding: on which side shorter prompts, or the keys of shorter prefixes, are filled up: 'left' or 'right'.
-    """
+    """Passes over several requests, each as the engine's own of one; see `contract.Batches`."""
 
     def __init__(self, engine):
         self.engine, self.caches = engine, engine.caches
@@ -51,12 +48,9 @@ class Batches:
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, padding: str = "left", width: int | None = None
     ) -> list[Prefix]:
-        """A Prefix for each prompt. width: columns of the batch, the longest prompt's or more.
-
-        Left: the library's own pass, with the mask that tells its recurrent layers which columns to pass over. Right:
-        its recurrences would run on through the padding, so after each first token our mixers take over, and the
-        states at each prompt's own last row are kept.
-        """
+        # Left: the library's own pass, with the mask that tells its recurrent layers which columns to pass over. Right:
+        # its recurrences would run on through the padding, so after each first token our mixers take over, and the
+        # states at each prompt's own last row are kept.
         longest = max(width or 0, *map(len, prompts))
         if padding == "right":
             return self._prefill_right(prompts, longest)
@@ -97,7 +91,6 @@ class Batches:
     def step(
         self, prefixes: Sequence[Prefix], tokens: Sequence[int], *, padding: str = "left"
     ) -> list[tuple[torch.Tensor, Prefix]]:
-        """One plain decode step of every request: logits [vocabulary] and the Prefix that then stands."""
         chains = [DraftTree.chain([token]) for token in tokens]
         found = self.verify(prefixes, chains, None, padding=padding)
         return [(verified.logits[0], self.engine.commit(verified, 0)) for verified in found]
@@ -112,10 +105,6 @@ class Batches:
         rows: int | None = None,
         idle: int = 0,
     ) -> list[Verified]:
-        """One pass over all trees. Smaller trees are filled up with rows behind their last node, which nothing reads.
-
-        rows: rows of every tree, the widest's or more; idle: requests that only fill the batch, behind the others.
-        """
         engine, count = self.engine, max(rows or 0, *map(len, trees))
         filled = [_filled(tree, count) for tree in trees]
         starts = list(prefixes)
@@ -147,19 +136,12 @@ class Batches:
                 layer: {number: x[request : request + 1, :, :n] for number, x in held.items()}
                 for layer, held in record.inputs.items()
             }
-            found.append(
-                replace(
-                    record,
-                    prefix=prefix,
-                    tree=tree,
-                    plan=wiring.plan(tree) if wiring else None,
-                    cache=self.caches.part(whole, request, columns, prefix.length + n),
-                    logits=logits[request, :n],
-                    scans={layer: Row(scan, request) for layer, scan in record.scans.items()},
-                    inputs=inputs,
-                    ends=n == count,
-                )
+            plan, cache = (
+                wiring.plan(tree) if wiring else None,
+                self.caches.part(whole, request, columns, prefix.length + n),
             )
+            scans = {layer: Row(scan, request) for layer, scan in record.scans.items()}
+            found.append(Verified(prefix, tree, plan, cache, logits[request, :n], scans, inputs, ends=n == count))
         return found
 
     def reorder(self, prefixes: Sequence[Prefix], order: Sequence[int]) -> list[Prefix]:
