@@ -17,7 +17,7 @@ PART = ".ddtree-check-part"  # ends the name of a file that is being written
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file (a byte order mark is dropped). Raises ValueError naming the file and the cause."""
+    """Return the text of a UTF-8 file, without a byte order mark. Raises ValueError naming the file and the cause."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -27,7 +27,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str, where: str) -> object:
-    """The value of a JSON text. Raises ValueError beginning with `where`."""
+    """Return the value of a JSON text. Raises ValueError beginning with `where`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -45,7 +45,7 @@ def parse_toml(text: str, where: str) -> dict:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
-    """(line number, value) of each line that is not blank. Raises ValueError naming the line, or when there is none."""
+    """Yield (line number, value) of each line that is not blank. Raises ValueError naming the line, or for none."""
     lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
     if not lines:
         raise ValueError(f"{path}: empty, expected one JSON value a line")

@@ -12,7 +12,7 @@ from .files import parse_json, unwritable
 
 
 def read_journal(path: str | Path) -> list:
-    """Its lines, the head first; [] if there is no file. A last line without an end is cut off: a run died in it.
+    """Return its lines, the head first; [] without a file. A last line without an end is cut off: a run died in it.
 
     Raises UsageError naming the file and the line.
     """
@@ -61,7 +61,7 @@ def resume_journal(path: str | Path, head: dict, use: Callable[[dict], object]) 
 
 
 def append_journal(path: str | Path, line: dict) -> None:
-    """One more line, on the disk when this returns. Raises UsageError if it cannot be written."""
+    """Append one more line, on the disk when this returns. Raises UsageError if it cannot be written."""
     try:
         with Path(path).open("ab") as file:
             file.write(json.dumps(line, allow_nan=False).encode() + b"\n")

@@ -44,12 +44,12 @@ class Need:
 
 
 def plan(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object]]) -> list[Need]:
-    """What does not fit, without a forward pass; an empty list if all does. See `needs`."""
+    """Return what does not fit, without a forward pass; an empty list if all does. See `needs`."""
     return [need for need in needs(requests, reserved) if need.short]
 
 
 def needs(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object]]) -> list[Need]:
-    """Rows needed and reserved, buffer by buffer, and request by request where each has its own.
+    """Return rows needed and reserved, buffer by buffer, and request by request where each has its own.
 
     requests: the draft budget of each request, by its id. reserved: what the engine says that it sets aside, by buffer
     (key and value slots, state slots, convolution windows ...), each with one of
@@ -82,7 +82,7 @@ def needs(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, objec
 
 
 def parse_reserved(text: str) -> dict[str, dict[str, object]]:
-    """Reads 'kv=total:256,state=16,graph=sizes:17/64,slots=requests:8'; a number alone is rows for each request.
+    """Read 'kv=total:256,state=16,graph=sizes:17/64,slots=requests:8'; a number alone is rows for each request.
 
     Raises UsageError naming the part.
     """
@@ -104,7 +104,7 @@ def parse_reserved(text: str) -> dict[str, dict[str, object]]:
 
 
 def batches(budgets: Sequence[int], sizes: Sequence[int]) -> list[dict[str, int]]:
-    """A batch of each size: its requests, numbered from 1, take the budgets by turns."""
+    """Return a batch of each size: its requests, numbered from 1, take the budgets by turns."""
     return [{str(place + 1): budgets[place % len(budgets)] for place in range(size)} for size in sizes]
 
 

@@ -169,7 +169,7 @@ class Checked(Around):
             raise UsageError(f"engine {self.name}: {what} {got:.200}, expected {expected}")
 
     def _holder(self, what: str, holder: Any, *rows: int, whole: bool = True) -> Any:
-        """A Prefix or a Verified with its logits as they are used. whole: they must be there."""
+        """Return a Prefix or a Verified with its logits as they are used. whole: they must be there."""
         try:
             logits = holder.logits
         except AttributeError:
@@ -184,7 +184,7 @@ class Checked(Around):
         return holder
 
     def _logits(self, what: str, logits: Any, *rows: int) -> torch.Tensor:
-        """Logits [*rows, vocabulary] without padding and gradients."""
+        """Return logits [*rows, vocabulary] without padding and gradients."""
         wanted = [*rows, self.vocab_size]
         kind = type(logits).__name__ if not isinstance(logits, torch.Tensor) else None
         if kind is None and (logits.dtype not in DTYPES.values() or logits.device.type == "meta"):

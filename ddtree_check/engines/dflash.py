@@ -57,7 +57,7 @@ class Spec:
 
     @classmethod
     def read(cls, config: Qwen3Config, source: str) -> Spec:
-        """From a configuration in the published form, keys in `dflash_config` or beside it. Raises UsageError."""
+        """Read a configuration in the published form, keys in `dflash_config` or beside it. Raises UsageError."""
         inner = getattr(config, "dflash_config", None) or {}
         demand(isinstance(inner, dict), source, f"dflash_config is {inner!r:.40}", "an object")
 
@@ -110,9 +110,8 @@ class Spec:
         fits = self.target_layers in (None, count)
         demand(fits, source, f"num_target_layers is {self.target_layers}", f"the target's {count}")
         last = max(self.layers)  # behind the target's last layer stands the final norm
-        demand(
-            last < count - 1, source, f"target_layer_ids holds {last}", f"layers but the target's last, 0..{count - 2}"
-        )
+        fits = last < count - 1
+        demand(fits, source, f"target_layer_ids holds {last}", f"layers but the target's last, 0..{count - 2}")
         fits = self.mask_token < self.vocab
         demand(fits, source, f"mask_token_id is {self.mask_token}", f"a token of the target, 0..{self.vocab - 1}")
         fits = most is None or self.block_size <= most
@@ -130,7 +129,7 @@ def unfit(source: str, got: str, expected: str) -> UsageError:
 
 
 def spread(target_layers: int, draft_layers: int) -> list[int]:
-    """The layers that a checkpoint means when it names none: evenly from layer 1 to the third from the end."""
+    """Return the layers that a checkpoint means when it names none: evenly from layer 1 to the third from the end."""
     if draft_layers == 1:
         return [target_layers // 2]
     first, last = 1, target_layers - 3
@@ -225,7 +224,7 @@ class Attention(nn.Module):
         return rows.unflatten(-1, (-1, self.head_dim))
 
     def _seen(self, rows: int, columns: int, device) -> torch.Tensor | None:
-        """bool [1, 1, rows, columns]: what the last `rows` of `columns` see; None for everything."""
+        """Return bool [1, 1, rows, columns]: what the last `rows` of `columns` see; None for everything."""
         if not self.causal and self.window is None:
             return None
         ahead = torch.arange(columns, device=device) - torch.arange(columns - rows, columns, device=device)[:, None]
@@ -236,7 +235,7 @@ class Attention(nn.Module):
 
 
 def _turn(rows, cos, sin):
-    """Rotary positions: the two halves of a head as the parts of a complex number."""
+    """Apply rotary positions: the two halves of a head as the parts of a complex number."""
     first, second = rows.chunk(2, dim=-1)
     return rows * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -252,13 +251,13 @@ class Convolutions(nn.Module):
         self.width = width
 
     def weights(self, rows):
-        """(fixed [w, hidden], chosen [b, m, w, groups]) of the first and of the second convolution."""
+        """Return (fixed [w, hidden], chosen [b, m, w, groups]) of the first and of the second convolution."""
         chosen = self.kernel_projection(rows).unflatten(-1, (2, self.width, -1))
         return [(self.base_kernel[place].to(rows.dtype), chosen[..., place, :, :]) for place in (0, 1)]
 
 
 def convolve(rows, fixed, chosen):
-    """out_i = sum over k < w of (fixed_k + chosen_ik) * rows_(i - k), zeros before the block; chosen by group."""
+    """Return out_i = sum over k < w of (fixed_k + chosen_ik) * rows_(i - k), zeros before the block."""
     out = torch.zeros_like(rows)
     groups = chosen.shape[-1]
     for back in range(len(fixed)):
@@ -272,7 +271,7 @@ def convolve(rows, fixed, chosen):
 
 
 def load(source: str | None, engine, default: str | None = None) -> Drafter:
-    """The drafter at `source`, a path or hub id, for the engine's model; None for `default`.
+    """Return the drafter at `source`, a path or hub id, for the engine's model; None for `default`.
 
     Its weights take the model's dtype (float32 under float64) and device. Raises UsageError, one line each: no such
     checkpoint, another class, or one that does not fit the model.
@@ -313,7 +312,7 @@ def load(source: str | None, engine, default: str | None = None) -> Drafter:
 
 
 def read_config(source: str) -> Qwen3Config:
-    """The configuration of a checkpoint; code that a checkpoint brings along is never run. Raises UsageError."""
+    """Return the configuration of a checkpoint; code that a checkpoint brings along is never run. Raises UsageError."""
     if Path(source).is_dir():
         check_folder(Path(source))
     path = _file(source, "config.json")
@@ -366,7 +365,7 @@ class Drafter:
 
     @property
     def length(self) -> int:
-        """Positions that it drafts: the block without its first, the root."""
+        """Return how many positions it drafts: the block without its first, the root."""
         return self.spec.block_size - 1
 
     def describe(self) -> dict:
@@ -379,7 +378,7 @@ class Drafter:
         }
 
     def marginals(self, engine, features: torch.Tensor, root: int, length: int) -> np.ndarray:
-        """Log probabilities float32 [length, vocabulary] for the positions after the root.
+        """Return log probabilities float32 [length, vocabulary] for the positions after the root.
 
         features [c, layers * hidden]: the target's, of every committed token before the root, in order. A block of
         length + 1 positions is read, at most the checkpoint's. Raises ValueError for other shapes.
@@ -394,7 +393,7 @@ class Drafter:
 
     @torch.no_grad()
     def read(self, engine, features: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
-        """Log probabilities float32 [m, vocabulary] at every row of the block `tokens` behind the features."""
+        """Return log probabilities float32 [m, vocabulary] at every row of the block `tokens` behind the features."""
         weight = self.network.fc.weight
         block = engine.embed(tokens).to(weight) * self.spec.embedding_scale
         positions = torch.arange(len(features) + len(tokens), device=weight.device)[None]

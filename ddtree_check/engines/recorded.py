@@ -37,7 +37,7 @@ class TraceEngine(BaseEngine):
 
     @classmethod
     def load(cls, path: str | Path, **_) -> TraceEngine:
-        """A trace by its path. Raises UsageError naming the file and what is wrong with it."""
+        """Return a trace by its path. Raises UsageError naming the file and what is wrong with it."""
         return cls(read_trace(path))
 
     def describe(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class TraceEngine(BaseEngine):
         }
 
     def rows(self, step: Step, mode: str) -> tuple[torch.Tensor | TopLogits, np.ndarray] | None:
-        """The logits of a mode by node, [n, vocabulary] or a top k, and which nodes have a row, bool [n].
+        """Return the logits of a mode by node, [n, vocabulary] or a top k, and which nodes have a row, bool [n].
 
         A node's row comes from the first pass that holds it; a node without one holds another's. None if no pass of the
         mode was recorded. Raises UsageError if full rows and top k are mixed in one mode, or ids are not distinct.
@@ -105,7 +105,7 @@ class TraceEngine(BaseEngine):
 
 
 def tensor(array: Stored) -> torch.Tensor:
-    """A stored array of floats as a tensor of its own dtype."""
+    """Return a stored array of floats as a tensor of its own dtype."""
     bits = array.read()
     if array.dtype == "BF16":
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
@@ -113,7 +113,7 @@ def tensor(array: Stored) -> torch.Tensor:
 
 
 def layers_to_json(layers: Sequence[Layer]) -> list:
-    """As `layers` of a trace's header."""
+    """Return layers in the form of a trace's header."""
     names = {kind: name for name, kind in OPS.items()}
     return [[layer.kind, [[[names[type(op)], *op] for op in branch] for branch in layer.branches]] for layer in layers]
 

@@ -69,12 +69,12 @@ class Case:
         return len(self.trees) + self.padded
 
     def sources(self, request: int) -> tuple[int, ...]:
-        """Which row each row of a request continues, -1 for the committed state; one number for each node."""
+        """Return which row each row of a request continues, -1 for the committed state; one number for each node."""
         parents = self.trees[request].parents
         return parents if self.forked else tuple(range(-1, len(parents) - 1))
 
     def call(self, device: str | torch.device = "cpu") -> Call:
-        """The call, with fresh buffers: the same numbers every time and on every device."""
+        """Return the call, with fresh buffers: the same numbers every time and on every device."""
         made = _MAKERS[self.kind](self, _Draw(self))
         moved = {name: value.to(device) for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
         return replace(made, **moved)
@@ -88,7 +88,7 @@ def _shape(name: str, **options) -> Callable[[int, int], DraftTree]:
 
 
 def _braid(nodes: int, seed: int) -> DraftTree:
-    """Two chains, row by row in turn: no row but the first continues the row before it."""
+    """Make two chains, row by row in turn: no row but the first continues the row before it."""
     return DraftTree(tuple(range(nodes + 1)), (-1, *(max(0, node - 2) for node in range(1, nodes + 1))))
 
 
@@ -155,7 +155,7 @@ class _Draw:
         return torch.randn(*size, generator=self._generator, dtype=torch.float64)
 
     def rows(self, *size: int) -> torch.Tensor:
-        """Activations [b, t, *size]."""
+        """Draw activations [b, t, *size]."""
         found = self.numbers(self.case.requests, self.case.steps, *size) * self.inputs.scale
         if self.inputs.mixed:
             found = found * 2.0 ** torch.linspace(-4, 4, size[-1], dtype=torch.float64)
@@ -167,7 +167,7 @@ class _Draw:
         return (self.numbers(self.case.requests, self.case.steps, *size) + shift).to(self.dtype)
 
     def common(self, *state: int, dtype: torch.dtype | None = None) -> dict:
-        """Pool, slots, buffer and rows: more of each than requests, in no order, one step more than rows."""
+        """Make pool, slots, buffer and rows: more of each than requests, in no order, one step more than rows."""
         case, dtype = self.case, dtype or self.state_dtype
         places = len(case.trees) + 3
         order = torch.randperm(places, generator=self._generator)
@@ -181,7 +181,7 @@ class _Draw:
         }
 
     def parents(self) -> torch.Tensor | None:
-        """int64 [b, t]: as SGLang's conv kernel leaves them, 0 for the root and for padding rows."""
+        """Return int64 [b, t]: as SGLang's conv kernel leaves them, 0 for the root and for padding rows."""
         case = self.case
         if not case.forked:
             return None
@@ -266,7 +266,7 @@ PAIRS = (  # inputs, state
 def suite(
     kinds: Sequence[str] = KINDS, pairs: Sequence[tuple[str, str]] = PAIRS, *, size: str = "small", long: int = 0
 ) -> Iterator[Case]:
-    """The cases for kernels of these kinds: every family forked, of 12 drafted nodes (EAGLE's has 25); a batch
+    """Yield the cases for kernels of these kinds: every family forked, of 12 drafted nodes (EAGLE's has 25); a batch
     of four trees, all different, with a padding request and padding rows; unforked on a chain and on a tree (as a chain
     then); every kind of inputs; with `long`, a chain and a tree of that many rows. For conv also the other widths, for
     kda the bounded gate. A commit accepts the last node of each tree, the root, nothing.

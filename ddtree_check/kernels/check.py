@@ -80,14 +80,14 @@ class Result:
 def check(
     kernel: Callable[[Call], torch.Tensor], case: Case, *, device: str = "cpu", name: str | None = None
 ) -> Result:
-    """Makes the case's call, runs the kernel once on it, and judges everything that it wrote or had to leave alone."""
+    """Make the case's call, run the kernel once on it, and judge everything that it wrote or had to leave alone."""
     call = case.call(device)
     result = Result(name or getattr(kernel, "__name__", "kernel"), case)
     return judge(kernel, call, result)
 
 
 def judge(kernel: Callable[[Call], torch.Tensor], call: Call, result: Result) -> Result:
-    """`check` of a call that is already made. A call that breaks a convention is refused by name, not made."""
+    """Check a call that is already made. A call that breaks a convention is refused by name, not made."""
     case = result.case
     counts = [len(tree) for tree in case.trees] + [1] * case.padded
     result.problems = lint(call, nodes=counts, padding=range(len(case.trees), case.requests))
@@ -112,7 +112,7 @@ def judge(kernel: Callable[[Call], torch.Tensor], call: Call, result: Result) ->
 
 
 def compare(call: Call, before: Call, out: torch.Tensor | None, result: Result) -> list[Finding]:
-    """Every difference between what a kernel left in `call`, made as `before`, and what it should have."""
+    """Return every difference between what a kernel left in `call`, made as `before`, and what it should have."""
     case, found = result.case, list(_untouched(call, before, out, result))
     if isinstance(call, CommitCall):
         return found + list(_committed(call, before, result))
@@ -175,7 +175,7 @@ def _origin(case: Case, part: str) -> str:
 
 
 def _explain(call, before, out, request, node, sources, right, case) -> str:
-    """Which state the first wrong node looks as if it had started from. Its right state is among the candidates."""
+    """Return the state that the first wrong node seems to have started from; its right one is a candidate."""
     names, carries = ["the committed state", "zeros"], [right.initial, torch.zeros_like(right.initial)]
     for other in range(node):
         names.append(f"node {other}'s state")
@@ -225,7 +225,7 @@ def _committed(call: CommitCall, before: CommitCall, result: Result) -> Iterator
 
 
 def _untouched(call: Call, before: Call, out, result: Result) -> Iterator[Finding]:
-    """What the call had to leave alone, bit for bit."""
+    """Yield what the call had to leave alone, bit for bit."""
     case = result.case
     mine = {int(slot): request for request, slot in enumerate(before.slots) if slot >= 0}
     for slot in range(len(before.pool)):
@@ -254,7 +254,7 @@ def _untouched(call: Call, before: Call, out, result: Result) -> Iterator[Findin
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit; NaN equals itself."""
+    """Return whether two are equal bit for bit; NaN equals itself."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 

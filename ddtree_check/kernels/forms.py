@@ -86,7 +86,7 @@ class DeltaCall(Call):
 
     @property
     def per_channel(self) -> bool:
-        """True for kda."""
+        """Return True for kda."""
         return self.a.ndim == 4
 
 

@@ -39,7 +39,7 @@ def check_layer(
     device: str = "cpu",
     name: str = "layer",
 ) -> list[Finding]:
-    """Verifies `trees`, commits node accept[i] of request i, decodes one token; judges the path's rows and the token.
+    """Verify `trees`, commit node accept[i] of request i, decode one token; judge the path's rows and the token.
 
     accept: 0, the root, or further: who verified has accepted the root. (A conv kernel may have overwritten its slot,
     so that a commit of nothing would leave a wrong window.)
@@ -102,14 +102,14 @@ def check_layer(
 
 
 def _split(mixed: torch.Tensor, call: DeltaCall) -> dict[str, torch.Tensor]:
-    """q, k, v from the channels of the convolution."""
+    """Return q, k, v from the channels of the convolution."""
     keys, values = call.q.shape[2] * call.q.shape[3], call.v.shape[2] * call.v.shape[3]
     parts = mixed.split((keys, keys, values), -1)
     return {n: x.reshape(*x.shape[:2], *getattr(call, n).shape[2:]) for n, x in zip("qkv", parts, strict=True)}
 
 
 def _along(call: Call, after: Call, request: int, path: Sequence[int]) -> Call:
-    """One request: the rows of a path, and behind them the decoded token; from the state before."""
+    """Return one request: the rows of a path, and behind them the decoded token; from the state before."""
     rows = ("x",) if isinstance(call, ConvCall) else ("q", "k", "v", "a", "b")
     joined = {
         name: torch.cat([getattr(call, name)[request, path], getattr(after, name)[request]])[None] for name in rows

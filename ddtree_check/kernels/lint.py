@@ -49,7 +49,7 @@ class Problem:
 def lint(
     call: Call, *, nodes: Sequence[int] | None = None, live: Collection[int] = (), padding: Collection[int] = ()
 ) -> list[Problem]:
-    """Every broken convention of a call; it is not made.
+    """Return every broken convention of a call; it is not made.
 
     nodes: how many rows of each request are nodes (default: all); `budget + 1`. live: slots that belong to requests
     which are not in this batch. padding: requests that are padding, beside those with slot -1.
@@ -98,7 +98,7 @@ def _places(call: Call, padding: set[int], live: set[int]) -> Iterator[Problem]:
 
 
 def _overlaps(buffer: torch.Tensor) -> bool:
-    """True if some dimension's stride is less than what the dimensions inside it span."""
+    """Return whether some dimension's stride is less than what the dimensions inside it span."""
     reach = 1
     for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
         if size > 1 and stride < reach:

@@ -9,7 +9,7 @@ from .forms import EPSILON, Call, CommitCall, ConvCall, DeltaCall, Mamba2Call
 
 
 def _requests(call: Call) -> list[tuple[int, int, int]]:
-    """(request, slot, row) of those that are no padding."""
+    """Return (request, slot, row) of those that are no padding."""
     places = zip(call.slots.tolist(), call.rows.tolist(), strict=True)
     return [(request, slot, row) for request, (slot, row) in enumerate(places) if slot >= 0]
 
@@ -34,7 +34,7 @@ def conv(call: ConvCall) -> torch.Tensor:
 
 
 def parents_of(next_token: list[int], next_sibling: list[int]) -> list[int]:
-    """The parent of every row; -1 for row 0, 0 for rows that no link reaches."""
+    """Return the parent of every row; -1 for row 0, 0 for rows that no link reaches."""
     parents = [-1] + [0] * (len(next_token) - 1)
     for node, (child, sibling) in enumerate(zip(next_token, next_sibling, strict=True)):
         if child >= 0:
@@ -84,7 +84,7 @@ def mamba2(call: Mamba2Call) -> torch.Tensor:
 
 
 def _states(call: DeltaCall | Mamba2Call, rows: int):
-    """(request, node, the state it starts from, where to put its own), node by node."""
+    """Yield (request, node, the state it starts from, where to put its own), node by node."""
     for request, slot, row in _requests(call):
         last = call.pool[slot].float()
         for node in range(rows):

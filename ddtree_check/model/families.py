@@ -56,12 +56,12 @@ def _mamba(kind: str, width: str = "mamba_d_conv") -> Callable[[object], Branche
 
 
 def _falcon_h1(config) -> Branches:
-    """Attention and Mamba-2 side by side on one input."""
+    """Return attention and Mamba-2 side by side on one input."""
     return ((Attention(),), (Conv(config.mamba_d_conv), State("mamba2")))
 
 
 def _zamba(kind: str) -> Callable[[object], Branches]:
-    """A shared attention block whose output is added to the input of the Mamba block behind it."""
+    """Return a shared attention block whose output is added to the input of the Mamba block behind it."""
 
     def branches(config) -> Branches:
         attention = Attention(positional=getattr(config, "use_mem_rope", False))
@@ -91,7 +91,7 @@ def _rg_lru(config) -> Branches:
 
 
 def _qwen4(config) -> Branches:
-    """The delta rule; some layers first add features of the last tokens and convolve them, with gaps."""
+    """Return the delta rule; some layers first add features of the last tokens and convolve them, with gaps."""
     if not config.ple_layer_ids:
         return _gated_delta(config)
     reach = (config.ple_conv_kernel_size - 1) * config.ngram_size + 1
@@ -99,7 +99,7 @@ def _qwen4(config) -> Branches:
 
 
 def _inkling(window: bool) -> Callable[[object], Branches]:
-    """Convolutions on keys and values, behind attention and behind the feed-forward part."""
+    """Return convolutions on keys and values, behind attention and behind the feed-forward part."""
 
     def branches(config) -> Branches:
         conv = Conv(config.conv_kernel_size)
@@ -109,7 +109,7 @@ def _inkling(window: bool) -> Callable[[object], Branches]:
 
 
 def _zaya(window: bool) -> Callable[[object], Branches]:
-    """Queries and keys pass two convolutions; half of each value is the token before's, which is a state."""
+    """Return two convolutions on queries and keys, and half of the value of the token before, a state."""
 
     def branches(config) -> Branches:
         attention = Attention(window=config.sliding_window if window else None)

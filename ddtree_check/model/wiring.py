@@ -58,7 +58,7 @@ class Wiring:
 
     @classmethod
     def parse(cls, text: str) -> Wiring:
-        """Reads 'state=flat,conv=flat'; channels not named keep the tree's rule."""
+        """Read 'state=flat,conv=flat'; channels not named keep the tree's rule."""
         channels = {}
         for part in text.split(","):
             channel, equals, rule = (piece.strip() for piece in part.partition("="))
@@ -90,7 +90,7 @@ def wirings(control: Wiring = UNFORKED) -> dict[str, Wiring | None]:
 
 
 def with_edge(tree: DraftTree, channel: str, node: int, source: int):
-    """What each node of the right wiring reads in a channel, but for one node, which reads `source`; of the mask, but
+    """Return what each node of the right wiring reads in a channel, but for one, which reads `source`; of the mask, but
     for one bit."""
     right = getattr(FORKED.plan(tree), channel)
     if channel != "mask":
@@ -128,7 +128,7 @@ class Plan:
 
     @cached_property
     def skip_rows(self) -> frozenset[int]:
-        """Nodes that read something else than their own parent, in any channel."""
+        """Return the nodes that read something else than their own parent, in any channel."""
         right = FORKED.plan(self.tree)
         return frozenset(
             node
@@ -177,7 +177,7 @@ class Plans:
         return tuple(plan.state for plan in self.requests)
 
     def windows(self, width: int) -> np.ndarray:
-        """int [b, n, width], as `Plan.windows`."""
+        """Return int [b, n, width], as `Plan.windows`."""
         return np.stack([plan.windows(width) for plan in self.requests])
 
 
@@ -208,12 +208,12 @@ class Layer(NamedTuple):
 
 
 def reads(layers: Sequence[Layer], *kinds: type) -> bool:
-    """Whether any layer reads across rows in one of these ways, such as `Conv, State`: the recurrent ones."""
+    """Return whether any layer reads across rows in one of these ways, such as `Conv, State`: the recurrent ones."""
     return any(isinstance(op, kinds) for layer in layers for branch in layer.branches for op in branch)
 
 
 def contaminated(plan: Plan, layers: Sequence[Layer]) -> frozenset[int]:
-    """Nodes whose output must differ from the right one, in exact arithmetic and barring coincidences.
+    """Return the nodes whose output must differ from the right one, in exact arithmetic and barring coincidences.
 
     A data flow over the layers. Per branch, start from the nodes whose input is dirty; then
       conv       dirty if a row under its window is not the right one, or is dirty

@@ -76,7 +76,7 @@ class Header:
     @classmethod
     def from_json(cls, data: object) -> Header:
         """Read a header; other keys are left alone."""
-        need(isinstance(data, dict), "header: got", type(data).__name__, "an object")
+        need(isinstance(data, dict), "header: got", data, "an object")
         for name in ("engine", "model", "dtype", "vocab_size"):
             need(name in data, "header: no", name, "engine, model, dtype and vocab_size")
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
@@ -265,7 +265,7 @@ def _json(what: str, text: str | bytes) -> dict:
         raise ValueError(f"{what}: {error.msg} at character {error.pos}, expected JSON") from None
     except RecursionError:
         raise ValueError(f"{what}: lists within lists without end, expected JSON of a few levels") from None
-    need(isinstance(found, dict), f"{what}: got", type(found).__name__, "a JSON object")
+    need(isinstance(found, dict), f"{what}: got", found, "a JSON object")
     return found
 
 
@@ -281,7 +281,7 @@ def _tokens(what: str, values: object, vocab: int) -> tuple[int, ...]:
     need(isinstance(values, list), what, values, "a list of token ids")
     for place, value in enumerate(values):
         good = _whole(value) and 0 <= value < vocab
-        need(good, f"{what}: at {place}", value, f"a token id in 0..{vocab - 1}")
+        need(good, f"{what}[{place}]", value, f"a token id in 0..{vocab - 1}")
     return tuple(values)
 
 

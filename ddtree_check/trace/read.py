@@ -116,7 +116,7 @@ def _table(file: Path, table: dict, base: int, size: int) -> dict[str, Stored]:
     arrays, ends, room = {}, [], size - base
     for name, entry in table.items():
         with named(f"array {name!r:.60}"):
-            need(isinstance(entry, dict), "got", type(entry).__name__, "an object")
+            need(isinstance(entry, dict), "got", entry, "an object")
             dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
             need(isinstance(dtype, str) and dtype in STORED, "dtype", dtype, f"one of {', '.join(STORED)}")
             good = _wholes(shape) and len(shape) <= AXES and all(axis >= 0 for axis in shape)
@@ -209,11 +209,12 @@ def _parse_commit(where: str, entry: object, arrays: Mapping[str, Stored], tree:
         pattern = entry.get("pattern", "recorded")
         need_text("pattern", pattern)
         states = [name for name in arrays if name.startswith("state.")]
-        need(states, "no state, got", sorted(arrays), "arrays as c0.state.2.recurrent")
+        need(states, "holds no state:", sorted(arrays), "arrays as c0.state.2.recurrent")
         for name, array in arrays.items():
             need(array.dtype in FLOATS and (name in states or name == "logits"), name, array.dtype, "states of floats")
         logits = arrays["logits"].shape if "logits" in arrays else ()
-        need(logits == ((len(probe), vocab) if probe else ()), "logits", logits, f"[{len(probe)} of probe, {vocab}]")
+        good = logits == ((len(probe), vocab) if probe else ())
+        need(good, "logits", logits, f"one row of {vocab} for each of {len(probe)} tokens of probe")
         return Committed(entry["mode"], tuple(path), arrays, position, probe, pattern)
 
 

@@ -62,17 +62,17 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int | None]) -> DraftTree:
-        """A tree in which every node continues the one before it."""
+        """Return a tree in which every node continues the one before it."""
         return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
     @cached_property
     def depth(self) -> tuple[int, ...]:
-        """Edges to the root, per node."""
+        """Return the edges to the root, per node."""
         return tuple(depths(self.parents))
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Child nodes of each node, ascending."""
+        """Return the child nodes of each node, ascending."""
         found: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents[1:], start=1):
             found[parent].append(node)
@@ -84,14 +84,14 @@ class DraftTree:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes of each depth, ascending: a parent is always in an earlier level."""
+        """Return the nodes of each depth, ascending: a parent is always in an earlier level."""
         found: list[list[int]] = [[] for _ in range(max(self.depth) + 1)]
         for node, depth in enumerate(self.depth):
             found[depth].append(node)
         return tuple(map(tuple, found))
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         if not 0 <= node < len(self):
             raise ValueError(f"tree: path of node {node}, expected 0..{len(self) - 1}")
         found = [node]
@@ -104,17 +104,17 @@ class DraftTree:
 
     @cached_property
     def ancestor_mask(self) -> np.ndarray:
-        """bool [n, n], read-only: `mask[i, j]` is true when j is i or an ancestor of i."""
+        """Return bool [n, n], read-only: `mask[i, j]` is true when j is i or an ancestor of i."""
         return ancestors(self.parents)
 
     @cached_property
     def leaked(self) -> tuple[int, ...]:
-        """Foreign tokens that node i absorbs when states run in flat order: i - depth(i)."""
+        """Return the foreign tokens that node i absorbs when states run in flat order: i - depth(i)."""
         return tuple(node - depth for node, depth in enumerate(self.depth))
 
     @cached_property
     def clean(self) -> tuple[int, ...]:
-        """Nodes that a flat run leaves alone: everything before them is their own path."""
+        """Return the nodes that a flat run leaves alone: everything before them is their own path."""
         return tuple(node for node, leaked in enumerate(self.leaked) if leaked == 0)
 
     @property
@@ -122,11 +122,11 @@ class DraftTree:
         return len(self.clean) == len(self)
 
     def with_root(self, token: int) -> DraftTree:
-        """The same tree behind another last committed token."""
+        """Return the same tree behind another last committed token."""
         return DraftTree((token, *self.tokens[1:]), self.parents)
 
     def reordered(self, order: str | Sequence[int]) -> tuple[DraftTree, tuple[int, ...]]:
-        """The same tree in another flat order, and the old index of each new node.
+        """Return the same tree in another flat order, and the old index of each new node.
 
         order: 'breadth', 'depth' (first child first) or a permutation that keeps parents before children.
         """
@@ -152,7 +152,7 @@ class DraftTree:
 
     @classmethod
     def from_json(cls, data: object) -> DraftTree:
-        """Reads {"tokens": [...], "parents": [...]}; tokens[0] may be null."""
+        """Read {"tokens": [...], "parents": [...]}; tokens[0] may be null."""
         if not isinstance(data, dict) or not {"tokens", "parents"} <= data.keys():
             raise ValueError(f"tree: got {_short(data)}, expected an object with 'tokens' and 'parents'")
         if not isinstance(data["tokens"], list) or not isinstance(data["parents"], list):
@@ -161,7 +161,7 @@ class DraftTree:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Edges from each node to the end of its parent links (any negative parent)."""
+    """Return the edges from each node to the end of its parent links (any negative parent)."""
     found: list[int] = []
     for parent in parents:
         found.append(found[parent] + 1 if parent >= 0 else 0)
@@ -183,7 +183,7 @@ def ancestors(parents: tuple[int, ...]) -> np.ndarray:
 
 
 def merge(trees: Sequence[DraftTree]) -> tuple[DraftTree, list[tuple[int, ...]]]:
-    """One tree that holds every path of `trees` once, and for each tree the place of its nodes in it.
+    """Return one tree that holds every path of `trees` once, and for each tree the place of its nodes in it.
 
     The roots must carry the same token. Lets a reference be decoded once for several draft budgets.
     """

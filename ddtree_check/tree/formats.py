@@ -35,7 +35,7 @@ class Links:
 
 
 def to_links(tree: DraftTree, rows: int | None = None) -> Links:
-    """Links [D] of one tree, D = `rows` or the number of nodes. Raises ValueError for fewer rows than nodes."""
+    """Return links [D] of one tree, D = `rows` or the number of nodes. Raises ValueError for fewer rows than nodes."""
     rows = _rows(tree, rows)
     next_token, next_sibling = np.full((2, rows), NONE, dtype=np.int64)
     for node, children in enumerate(tree.children):
@@ -46,7 +46,7 @@ def to_links(tree: DraftTree, rows: int | None = None) -> Links:
 
 
 def to_batch_links(trees: Sequence[DraftTree], rows: int | None = None) -> Links:
-    """Links [b, D] of b trees, D = `rows` or the nodes of the largest. Raises ValueError for no trees, too few rows."""
+    """Return links [b, D] of b trees, D = `rows` or the largest's nodes. Raises ValueError for too few rows."""
     if not trees:
         raise ValueError("links: no trees, expected at least one")
     rows = max(map(len, trees)) if rows is None else rows
@@ -59,7 +59,7 @@ def to_batch_links(trees: Sequence[DraftTree], rows: int | None = None) -> Links
 
 
 def from_links(next_token, next_sibling, tokens: Sequence[int | None], count: int | None = None) -> DraftTree:
-    """The tree behind next_token and next_sibling, integers [D], and tokens [D]; the first `count` rows are nodes.
+    """Return the tree of next_token and next_sibling, integers [D], and tokens [D]; `count` rows are nodes.
 
     Padding rows may be unlinked or stand at the end of the root's children; they are dropped. Raises ValueError naming
     the node: a link that leads nowhere, does not ascend (a descending sibling list, a cycle) or reaches padding from
@@ -101,7 +101,7 @@ def from_links(next_token, next_sibling, tokens: Sequence[int | None], count: in
 
 
 def from_trace(trace: dict) -> tuple[DraftTree, tuple[int, ...]]:
-    """The tree and the accepted path of one trace; root_token may be missing. Raises ValueError naming the node."""
+    """Return the tree and the accepted path of one trace; root_token may be missing. Raises ValueError."""
     keys = ("accepted_indices", "node_token_ids", "node_depths", "parents")
     missing = [key for key in keys if not isinstance(trace, dict) or not isinstance(trace.get(key), (list, tuple))]
     if missing:
@@ -117,7 +117,7 @@ def from_trace(trace: dict) -> tuple[DraftTree, tuple[int, ...]]:
 
 
 def _accepted(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
-    """`path`, checked: the root, then each time a child."""
+    """Return `path`, checked: the root, then each time a child."""
     if odd := [node for node in path if not isinstance(node, int | np.integer) or isinstance(node, bool)]:
         raise ValueError(f"trace: accepted path holds {odd[0]!r:.40}, expected nodes")
     if not path or path[0] != 0:
@@ -132,7 +132,7 @@ def _accepted(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
 
 
 def from_paths(paths: Sequence[Sequence[int | None]]) -> DraftTree:
-    """The tree that holds each path once, nodes in order of first appearance; all paths begin with the root's token.
+    """Return the tree that holds each path once, nodes in order of appearance; paths begin with the root's token.
 
     Raises ValueError naming the path that is empty, has another root, or lies within another path.
     """
@@ -165,14 +165,14 @@ def from_paths(paths: Sequence[Sequence[int | None]]) -> DraftTree:
 
 
 def is_tree(data: object) -> bool:
-    """Whether a JSON value has the keys of a tree in one of the forms that `tree_from_json` reads."""
+    """Return whether a JSON value has the keys of a tree in one of the forms that `tree_from_json` reads."""
     return isinstance(data, dict) and (
         "paths" in data or "node_token_ids" in data or {"tokens", "parents"} <= data.keys()
     )
 
 
 def tree_from_json(data: object) -> DraftTree:
-    """A tree as {"tokens", "parents"}, as one round of a DDTree trace, or as {"paths": [[...], ...]}.
+    """Return a tree as {"tokens", "parents"}, as one round of a DDTree trace, or as {"paths": [[...], ...]}.
 
     Raises ValueError naming the node, the path, or the keys that are missing.
     """

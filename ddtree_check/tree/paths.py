@@ -17,7 +17,7 @@ class Path:
 
 
 def leaf_paths(tree: DraftTree, limit: int | None = None) -> list[Path]:
-    """Root-to-leaf paths in flat order of their leaves; with a limit, the fixed sample that covers most nodes."""
+    """Return root-to-leaf paths in flat order of their leaves; with a limit, the sample that covers most nodes."""
     paths = [tree.path(leaf) for leaf in tree.leaves]
     if limit is not None and limit < len(paths):
         left, chosen, held = list(paths), [], set()

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def token_ids(what: str, values: Iterable, vocab: int | None = None) -> tuple[int, ...]:
-    """`values` as a tuple of token ids, not empty, 0 or above and below `vocab` if given. Raises ValueError."""
+    """Return `values` as a tuple of token ids, not empty, 0 or above and below `vocab` if given. Raises ValueError."""
     found = tuple(values)
     if not found:
         raise ValueError(f"{what}: no tokens, expected at least one")

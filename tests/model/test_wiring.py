@@ -152,16 +152,6 @@ def test_parsed_wiring_equals_the_named_mode():
     assert np.array_equal(parsed.mask, named.mask)
 
 
-def test_a_wiring_says_its_rules_and_names_its_functions():
-    def zeros(tree):
-        return (-1,) * len(tree)
-
-    found = Wiring("x", state="flat", conv=zeros).to_json()
-    assert found == {
-        "name": "x", "state": "flat", "conv": "zeros", "mask": "tree", "positions": "tree", "commit": "tree"
-    }  # fmt: skip
-
-
 def test_one_wrong_position_reaches_every_row_that_sees_it():
     case = tree_of((-1, 0, 0, 1, 2))
     wrong = Wiring("one late", positions=lambda tree: (0, 2, *tree.depth[2:]))

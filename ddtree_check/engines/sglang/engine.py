@@ -102,7 +102,7 @@ class SGLangEngine(BaseEngine):
         rows: int = 65, tp: int = 1, args: Mapping[str, object] | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> SGLangEngine:  # fmt: skip
-        """Starts SGLang on a model by name, path or hub id; see `loading.load_model`.
+        """Start SGLang on a model by name, path or hub id; see `loading.load_model`.
 
         rows: the largest tree, with its root; tp: GPUs; args: SGLang's ServerArgs by name.
         """
@@ -157,7 +157,7 @@ class SGLangEngine(BaseEngine):
 
     @staticmethod
     def load_config(model: str | None, source: str, weights: str):
-        """As `loading.load_config`; SGLang has classes of its own for what its transformers does not know yet."""
+        """Do as `loading.load_config`; SGLang has classes of its own for what its transformers does not know yet."""
         try:
             return loading.load_config(model, source, weights)
         except UsageError:
@@ -197,7 +197,7 @@ class SGLangEngine(BaseEngine):
         raise UsageError("oracle: SGLang has no float64; run the oracle with --engine transformers")
 
     def close(self) -> None:
-        """Ends SGLang's other ranks and process groups. Prefixes are of no use afterwards."""
+        """End SGLang's other ranks and process groups. Prefixes are of no use afterwards."""
         self.group.close()
 
     def supports(self, wiring: Wiring | None) -> str | None:
@@ -247,7 +247,7 @@ class SGLangEngine(BaseEngine):
 
 
 def server_args(path: str, weights: str, dtype: torch.dtype, seed: int, rows: int, tp: int) -> dict[str, Any]:
-    """The ServerArgs of a run. NGRAM needs no draft model; it makes SGLang keep the state of every node, and its
+    """Return the ServerArgs of a run. NGRAM needs no draft model; it makes SGLang keep the state of every node, and its
     breadth becomes the topk by which states are forked."""
     return {
         "model_path": path,
@@ -276,7 +276,7 @@ def server_args(path: str, weights: str, dtype: torch.dtype, seed: int, rows: in
 
 
 def overrides(text, *, nested: bool, chosen: Mapping[str, object]) -> dict[str, str]:
-    """What SGLang's configuration classes need and a configuration saved by transformers does not hold.
+    """Return what SGLang's configuration classes need and a configuration saved by transformers does not hold.
 
     SGLang places full attention in Qwen's hybrids by an interval, transformers by a list. Raises Unsupported for a list
     that no interval gives. nested: the checkpoint's text model is a part of it.
@@ -294,7 +294,7 @@ def overrides(text, *, nested: bool, chosen: Mapping[str, object]) -> dict[str, 
 
 
 def checked_args(args: Mapping[str, object], fields: Mapping[str, object] | None) -> dict[str, object]:
-    """`args` if SGLang has them all. Raises UsageError, naming what comes near, for one that it has not."""
+    """Return `args` if SGLang has them all. Raises UsageError, naming what comes near, for one that it has not."""
     for name in args:
         if name in OURS:
             raise UsageError(f"engine-arg: got {name}, which {OURS[name]} sets")
@@ -326,7 +326,7 @@ def _gpu(device: str, tp: int) -> int:
 
 
 def _parameters(text) -> int:
-    """0 for an architecture that SGLang alone has: then SGLang itself says what does not fit."""
+    """Return 0 for an architecture that SGLang alone has: then SGLang itself says what does not fit."""
     try:
         return loading.count_parameters(text)
     except UsageError:
@@ -334,14 +334,14 @@ def _parameters(text) -> int:
 
 
 def _environment(dtype: torch.dtype) -> dict[str, str]:
-    """What SGLang and Triton read from the environment alone."""
+    """Return what SGLang and Triton read from the environment alone."""
     found = {"SGLANG_MAMBA_CONV_DTYPE": dtype_name(dtype), "TOKENIZERS_PARALLELISM": "false"}
     return found | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == torch.float32 else {})
 
 
 @contextlib.contextmanager
 def _checkpoint(source: str, text, weights: str, dtype: torch.dtype) -> Iterator[str]:
-    """The folder or hub id that SGLang reads; for random weights one that holds the configuration alone.
+    """Return the folder or hub id that SGLang reads; for random weights one that holds the configuration alone.
 
     Where SGLang has other words for a family's layer types than transformers, a folder of links with its words.
     """
@@ -374,7 +374,7 @@ def _checkpoint(source: str, text, weights: str, dtype: torch.dtype) -> Iterator
 
 
 def _coarsest(*dtypes: str | None) -> str:
-    """The dtype that bounds what can be asked of a run: the one with the fewest digits of those it computes in."""
+    """Return the dtype that bounds what can be asked of a run: the one with the fewest digits."""
     return max(filter(None, dtypes), key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 

@@ -11,7 +11,7 @@ KEYED = ("GDNAttnBackend", "KDAAttnBackend")  # keep a state as [heads, value, k
 
 
 def reserved(runner) -> dict[str, dict[str, Any]]:
-    """Rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`; spare rows are left out."""
+    """Return rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`; spare rows are left out."""
     found: dict[str, dict[str, Any]] = {}
     requests, cache = getattr(runner, "req_to_token_pool", None), _cache(runner)
     for name, kind, pool in (
@@ -34,19 +34,19 @@ def reserved(runner) -> dict[str, dict[str, Any]]:
 
 
 def _cache(runner):
-    """SGLang's `MambaPool.State`, None for a model without recurrent layers."""
+    """Return SGLang's `MambaPool.State`, None for a model without recurrent layers."""
     requests = getattr(runner, "req_to_token_pool", None)
     return getattr(getattr(requests, "mamba_pool", None), "mamba_cache", None)
 
 
 def graph_rows(runner) -> list[int]:
-    """Rows of each batch whose verify was captured as a CUDA graph."""
+    """Return rows of each batch whose verify was captured as a CUDA graph."""
     batches = getattr(getattr(runner, "decode_cuda_graph_runner", None), "capture_bs", None) or ()
     return [int(batch) * int(runner.server_args.speculative_num_draft_tokens) for batch in batches]
 
 
 def state_dtypes(runner) -> dict[str, str]:
-    """state_dtype and conv_dtype; empty for a model without recurrent layers."""
+    """Return state_dtype and conv_dtype; empty for a model without recurrent layers."""
     cache = _cache(runner)
     if cache is None:
         return {}
@@ -55,7 +55,7 @@ def state_dtypes(runner) -> dict[str, str]:
 
 
 def slot_bytes(runner) -> int:
-    """Bytes of one state slot over all layers; 0 without recurrent layers."""
+    """Return the bytes of one state slot over all layers; 0 without recurrent layers."""
     cache = _cache(runner)
     if cache is None:
         return 0
@@ -63,14 +63,14 @@ def slot_bytes(runner) -> int:
 
 
 def slot_tensors(runner, slot) -> list:
-    """Copies of what a state slot holds, slot an integer tensor [1] of the pool's device: the windows
+    """Return copies of what a state slot holds, slot an integer tensor [1] of the pool's device: the windows
     [layers, ...] and the state [layers, ...], made on the current stream without waiting for it."""
     cache = _cache(runner)
     return [tensor.index_select(1, slot.long())[:, 0] for tensor in (*cache.conv, cache.temporal)]
 
 
 def channels(tensors, layers, backend: str | None) -> dict[int, dict[str, Any]]:
-    """The windows and state of a slot (the last of `tensors`), by layer, in the form of `Engine.contents`.
+    """Return the windows and state of a slot (the last of `tensors`), by layer, in the form of `Engine.contents`.
 
     layers: layer of the model -> its row in the pool. backend: SGLang's class for the recurrent layers.
     """

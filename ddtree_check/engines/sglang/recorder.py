@@ -101,7 +101,7 @@ def read_options(value: str) -> Options:
 
 
 def sglang_plugin() -> None:
-    """What SGLang calls in each of its processes: registers the hooks if the environment asks for them."""
+    """Register the hooks in a process of SGLang, which calls this in each, if the environment asks for them."""
     value = os.environ.get(VARIABLE, "").strip()
     if not value:
         return
@@ -114,7 +114,7 @@ def sglang_plugin() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def register(target: str, hook: Callable, kind: str) -> bool:
-        """Hooks a place of SGLang's, or says that this version has none."""
+        """Hook a place of SGLang's, or say that this version has none."""
         owner, _, name = target.rpartition(".")
         module, _, cls = owner.rpartition(".") if owner.rpartition(".")[2][:1].isupper() else (owner, "", "")
         holder = importlib.import_module(module)
@@ -129,7 +129,7 @@ def sglang_plugin() -> None:
 def install(
     options: Options, script: Script | None, register: Callable[[str, Callable, str], bool], file: str | None = None
 ) -> None:
-    """Registers what the options ask for; `register` (target, hook, kind) answers False for a place that is missing."""
+    """Register what the options ask for; `register` (target, hook, kind) answers False for a place that is missing."""
     if options.folder:
         recorder = Recorder(options, file)
         for target, hook, kind in ((RUN, recorder.run, "AROUND"), (FORWARD, recorder.forwarded, "AFTER")):
@@ -245,7 +245,7 @@ class Recorder(Guarded):
     # In the scheduler's thread
 
     def run(self, original: Callable, scheduler, batch, *args, **named):
-        """Around one batch: knows its requests, and hands over what was taken of it."""
+        """Run one batch, know its requests, and hand over what was taken of it."""
         self._batch, self._taken = batch, None
         if self._file is not None and time.monotonic() > self._look:
             self._timed(self._reread)
@@ -258,7 +258,7 @@ class Recorder(Guarded):
         return result
 
     def _reread(self) -> None:
-        """Takes a new rate from the file of the options, if it was edited while the server runs."""
+        """Take a new rate from the file of the options, if it was edited while the server runs."""
         self._look = time.monotonic() + EVERY
         if (changed := _changed(self._file)) == self._changed:
             return
@@ -411,7 +411,7 @@ class Recorder(Guarded):
     # In the writer's thread
 
     def close(self, timeout: float = 30.0) -> None:
-        """Waits until what was taken is written; recording ends. A server that is killed loses what still waits."""
+        """Wait until what was taken is written; recording ends. A server that is killed loses what still waits."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout)
@@ -461,7 +461,7 @@ class Recorder(Guarded):
         self._waiting = kept
 
     def _write(self, taken: Taken, late: bool) -> list[int]:
-        """Writes the chosen requests whose text is known by now; returns the others."""
+        """Write the chosen requests whose text is known by now; return the others."""
         if taken.ready is not None:
             taken.ready.synchronize()
             taken.ready = None
@@ -592,7 +592,7 @@ ROWS = ("tokens", "positions", "next_token", "next_sibling", *(f"received_{name}
 def tree_of(
     tokens: Sequence[int], next_token: Sequence[int], next_sibling: Sequence[int]
 ) -> tuple[DraftTree, list[int]]:
-    """The tree that the walk over these links sees, and the node of each row; -1 for a row that it never reaches.
+    """Return the tree that the walk over these links sees, and the node of each row; -1 for one it never reaches.
 
     Never reached: a row without a link to it, and a later sibling with the token of an earlier one, as padding has it.
     Raises ValueError if the links make no tree.
@@ -619,13 +619,13 @@ def tree_of(
 
 
 def parents_of_mask(mask: np.ndarray) -> list[int]:
-    """The last row before each that it may see, by an ancestor mask [n, n]; -1 if there is none."""
+    """Return the last row before each that it may see, by an ancestor mask [n, n]; -1 if there is none."""
     before = np.tril(mask, -1)
     return [int(row.nonzero()[0][-1]) if row.any() else -1 for row in before]
 
 
 def _received(own: Mapping, width: int) -> list[int]:
-    """The parents that the recurrent layers were told; the root's slot is filled, and means nothing.
+    """Return the parents that the recurrent layers were told; the root's slot is filled, and means nothing.
 
     Without links their kernels go from row to row.
     """
@@ -636,7 +636,7 @@ def _received(own: Mapping, width: int) -> list[int]:
 
 
 def _accepted(host: Mapping, place: int, width: int, tree: DraftTree, nodes: Sequence[int]):
-    """The accepted nodes from the root on and the token after them, or None and None if the server did not say."""
+    """Return the accepted nodes from the root on and the token after them, or None twice if they are not said."""
     if "index" in host:
         index = [int(row) for row in np.asarray(host["index"][place]) if row >= 0]
         own = [row - place * width for row in index]
@@ -657,7 +657,7 @@ def _accepted(host: Mapping, place: int, width: int, tree: DraftTree, nodes: Seq
 
 
 def _row(array, place: int, width: int) -> np.ndarray:
-    """A request's part of an array of the batch, [b, width] or [b * width]; graphs pad the batch."""
+    """Return a request's part of an array of the batch, [b, width] or [b * width]; graphs pad the batch."""
     return np.asarray(array).reshape(-1, width)[place].astype(np.int64)
 
 
@@ -679,7 +679,7 @@ def _rank(worker) -> int:
 
 
 def _recurrent(backend):
-    """The backend of the recurrent layers, inside whatever wraps it; None if the model has none."""
+    """Return the backend of the recurrent layers, inside whatever wraps it; None if the model has none."""
     for _ in range(4):
         found = getattr(backend, "linear_attn_backend", None)
         if found is not None:
@@ -694,7 +694,7 @@ def _recurrent(backend):
 
 
 def _masks(spec, batch, requests: int, rows: int, chosen: Sequence[int]) -> dict[str, Any]:
-    """The mask among the drafts of each chosen request, as far as its form is known; views, not copies."""
+    """Return the mask among the drafts of each chosen request, as far as its form is known; views, not copies."""
     mask, lengths = getattr(spec, "custom_mask", None), getattr(batch, "seq_lens_cpu", None)
     if mask is None or mask.dim() != 1 or "bool" not in str(mask.dtype):
         return {}
@@ -710,7 +710,7 @@ def _masks(spec, batch, requests: int, rows: int, chosen: Sequence[int]) -> dict
 
 
 def _own_slot(runner, req):
-    """The state slot that is a request's own by the pool's table, a copy [1] on its device; None if there is none.
+    """Return the state slot of a request by the pool's table, a copy [1] on its device; None if there is none.
 
     What the recurrent layers were given stands in their metadata, and may be another.
     """
@@ -720,7 +720,7 @@ def _own_slot(runner, req):
 
 
 def _capacity(runner) -> list[dict]:
-    """Needed and reserved, buffer by buffer, for as many requests as the server runs, each with a whole draft."""
+    """Return needed and reserved by buffer, for as many requests as the server runs, each with a whole draft."""
     args = runner.server_args
     rows, requests = getattr(args, "speculative_num_draft_tokens", None), getattr(args, "max_running_requests", None)
     if not rows or not requests:
@@ -763,12 +763,12 @@ def _plain(value):
 
 
 def _copy(tensor):
-    """A copy in the host's memory that may arrive later: see `_event`."""
+    """Return a copy in the host's memory that may arrive later: see `_event`."""
     return tensor.detach().to("cpu", non_blocking=True, copy=True)
 
 
 def _event(tensor):
-    """When the copies made so far on this stream have arrived; None where there is nothing to wait for."""
+    """Return when the copies made so far on this stream have arrived; None where there is nothing to wait for."""
     if not tensor.is_cuda:
         return None
     import torch

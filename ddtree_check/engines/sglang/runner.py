@@ -37,7 +37,7 @@ WIDTHS = tuple(1 + 2**power for power in range(3, 13))  # rows of a verify: a ke
 
 
 def width_for(rows: int) -> int:
-    """The number of rows that a pass over `rows` rows is padded to: 9, 17, 33, 65 ..."""
+    """Return the number of rows that a pass over `rows` rows is padded to: 9, 17, 33, 65 ..."""
     return next((width for width in WIDTHS if width >= rows), rows)
 
 
@@ -151,7 +151,7 @@ class Runner:
     # What was started
 
     def facts(self) -> dict[str, Any]:
-        """What can change a number and is known once SGLang is up."""
+        """Return what can change a number and is known once SGLang is up."""
         kind = type(self.recurrent).__name__ if self.recurrent is not None else None
         facts = {
             "attention": f"sglang {type(getattr(self.backend, 'full_attn_backend', self.backend)).__name__}",
@@ -172,28 +172,28 @@ class Runner:
         return facts
 
     def parameters(self) -> int:
-        """Of this rank."""
+        """Return how many this rank holds."""
         return sum(weight.numel() for weight in self.model_runner.model.parameters())
 
     def reserved(self) -> dict[str, dict[str, Any]]:
-        """Rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`."""
+        """Return rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`."""
         return pools.reserved(self.model_runner)
 
     # Passes
 
     def prefill(self, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
-        """Tokens from nothing: a text's number and the logits [vocabulary] of the last one."""
+        """Prefill tokens from nothing: a text's number and the logits [vocabulary] of the last one."""
         slots = Slots(self.allocator, len(tokens))
         logits = self._extend(tokens, slots, keep=1) if self._extends else self._one_by_one(tokens, slots)
         return self._keep(Text(slots.index, (slots,), self._save())), logits[-1]
 
     def forward(self, tokens: Sequence[int], keep: int) -> torch.Tensor:
-        """The logits [keep, vocabulary] of the last rows of a pass that keeps nothing."""
+        """Return the logits [keep, vocabulary] of the last rows of a pass that keeps nothing."""
         slots = Slots(self.allocator, len(tokens))
         return self._extend(tokens, slots, keep) if self._extends else self._in_chunks(tokens, slots, keep)
 
     def step(self, text: int, token: int) -> tuple[int, torch.Tensor]:
-        """One decode step behind a text: the new text's number and the logits [vocabulary]."""
+        """Make one decode step behind a text: the new text's number and the logits [vocabulary]."""
         before, slots = self.kept[text], Slots(self.allocator, 1)
         index = torch.cat([before.index, slots.index])
         self._restore(before.state)
@@ -201,7 +201,7 @@ class Runner:
         return self._keep(Text(index, (*before.held, slots), self._save())), logits
 
     def decode(self, text: int, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """Logits [n, vocabulary] of a tree's nodes, each by one decode step from its parent's state."""
+        """Return logits [n, vocabulary] of a tree's nodes, each by one decode step from its parent's state."""
         before, slots = self.kept[text], Slots(self.allocator, len(tokens))
         waiting = [parents.count(node) for node in range(len(parents))]
         paths: list[list[int]] = []
@@ -223,7 +223,7 @@ class Runner:
         return logits
 
     def verify(self, text, tokens, links, mask: np.ndarray, positions) -> tuple[int, torch.Tensor]:
-        """TARGET_VERIFY over rows behind a text: a pass's number and the logits [n, vocabulary].
+        """Run TARGET_VERIFY over rows behind a text: a pass's number and the logits [n, vocabulary].
 
         links: the node that each one continues (-1 the text), by which states and windows are forked; None: they run
         in row order. mask bool [n, n]; positions [n] from the end of the text.
@@ -236,7 +236,7 @@ class Runner:
         return number, logits[:n]
 
     def commit(self, number: int, node: int, path: Sequence[int]) -> int:
-        """SGLang's own commit of an accepted path after a verify: the new text's number.
+        """Run SGLang's own commit of an accepted path after a verify: the new text's number.
 
         The state and windows of row `node` are scattered into the request's slot, and the keys and values of the rows
         in `path` are moved behind those of the text.
@@ -257,7 +257,7 @@ class Runner:
         return self._keep(text)
 
     def contents(self, text: int) -> list[dict[str, torch.Tensor]]:
-        """What each layer of the model holds after a text, on this rank: keys and values [length, d], windows
+        """Return what each layer of the model holds after a text, on this rank: keys and values [length, d], windows
         [inputs, d] with the oldest first, a recurrent state."""
         held = self.kept[text]
         keys = self.allocator.get_kvcache()
@@ -284,7 +284,7 @@ class Runner:
 
     @property
     def _extends(self) -> bool:
-        """EXTEND's chunked delta rule takes no float32."""
+        """Return whether EXTEND runs: its chunked delta rule takes no float32."""
         return self.dtype != torch.float32 or self.pool is None
 
     def _width(self, rows: int) -> int:
@@ -301,7 +301,7 @@ class Runner:
         return self._next
 
     def _save(self) -> tuple[torch.Tensor, ...]:
-        """Copies of the request's windows [layers, d, inputs] and recurrent state [layers, ...]."""
+        """Return copies of the request's windows [layers, d, inputs] and recurrent state [layers, ...]."""
         if self.pool is None:
             return ()
         cache = self.pool.mamba_cache
@@ -315,7 +315,7 @@ class Runner:
             tensor[:, self.slot] = saved
 
     def _decode(self, token: int, index: torch.Tensor) -> torch.Tensor:
-        """DECODE of one token, whose slot is the last of `index`."""
+        """Run DECODE of one token, whose slot is the last of `index`."""
         length = len(index)
         self.requests.req_to_token[self.row, :length] = index.to(torch.int32)
         return self._run("DECODE", [token], [length - 1], length, index[-1:])[0]
@@ -344,7 +344,7 @@ class Runner:
             return self._run("EXTEND", tokens, range(n), n, slots.index, **extra)
 
     def _in_chunks(self, tokens: Sequence[int], slots: Slots, keep: int) -> torch.Tensor:
-        """One DECODE, then TARGET_VERIFY along the text in chunks of one width, each committed whole."""
+        """Run one DECODE, then TARGET_VERIFY along the text in chunks of one width, each committed whole."""
         self._restore(None)
         found = [self._decode(tokens[0], slots.index[:1])[None]]
         chunk = self.rows
@@ -363,7 +363,7 @@ class Runner:
         return torch.cat(found)[-keep:]
 
     def _verify(self, text: Text, slots: Slots, tokens, links, mask, positions) -> torch.Tensor:
-        """Logits [width, vocabulary]; rows past the tree's are read by none of its rows."""
+        """Return logits [width, vocabulary]; rows past the tree's are read by none of its rows."""
         n, width, length = len(tokens), len(slots.index), len(text.index)
         shown = np.zeros((width, length + width), dtype=bool)
         shown[:, :length] = True
@@ -393,7 +393,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _forking(self, on: bool, width: int) -> Iterator[None]:
-        """SGLang's gate: with a topk of 1 it hands its recurrent layers no links. A graph replays what it captured."""
+        """Set SGLang's gate: with a topk of 1 recurrent layers get no links. A graph replays what it captured."""
         runner = getattr(self.model_runner, "decode_cuda_graph_runner", None)
         fits = self.recurrent is None or on == (self.topk > 1)
         if self.recurrent is not None:
@@ -410,7 +410,7 @@ class Runner:
 
     @torch.no_grad()
     def _run(self, mode: str, tokens, positions, length: int, out: torch.Tensor, **extra) -> torch.Tensor:
-        """One forward pass of the one request, `length` as SGLang counts it in this mode. Logits [rows, vocabulary]."""
+        """Run one forward pass of the one request, `length` as SGLang counts it. Return logits [rows, vocabulary]."""
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
         where = {"device": self.device}
@@ -458,7 +458,7 @@ class Runner:
 
 
 def child_links(parents: Sequence[int], rows: int) -> tuple[list[int], list[int]]:
-    """SGLang's form of a tree: each node's first child and next sibling, -1 for none; siblings ascend."""
+    """Return SGLang's form of a tree: each node's first child and next sibling, -1 for none; siblings ascend."""
     first, sibling, last = [-1] * rows, [-1] * rows, {}
     for node, parent in enumerate(parents):
         if parent < 0:
@@ -475,7 +475,7 @@ def child_links(parents: Sequence[int], rows: int) -> tuple[list[int], list[int]
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Redraws SGLang's dummy weights by the rules of `loading.build_random`: sensitive to the recurrent states."""
+    """Redraw SGLang's dummy weights by the rules of `loading.build_random`: sensitive to the recurrent states."""
     from ..transformers.loading import RANGES, _randomize
 
     draw = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
@@ -511,7 +511,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def _plain_layers() -> None:
-    """SGLang's own plain code in place of its fused kernels, in this whole process, for float32.
+    """Put SGLang's own plain code in place of its fused kernels, in this whole process, for float32.
 
     The fused norms take half precision only, and the kernel that normalises and rotates queries and keys rounds them to
     bfloat16 whatever the model's dtype (seen in 0.5.17).
@@ -527,7 +527,7 @@ def _plain_layers() -> None:
 
 @contextlib.contextmanager
 def _last_rows(model: torch.nn.Module, keep: int) -> Iterator[None]:
-    """EXTEND computes the last row's logits alone; here those of the last `keep` rows of its one request."""
+    """Let EXTEND compute the logits of the last `keep` rows of its one request, and not of the last alone."""
     processor = next((m for m in model.modules() if hasattr(m, "_get_pruned_states")), None)
     if keep == 1 or processor is None:
         if keep != 1:
@@ -548,7 +548,7 @@ def _last_rows(model: torch.nn.Module, keep: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reasons() -> Iterator[None]:
-    """What SGLang raises while it starts, in one line and of the kind that decides the exit code."""
+    """Turn what SGLang raises while it starts into one line, of the kind that decides the exit code."""
     try:
         yield
     except (UsageError, Unsupported):

@@ -46,7 +46,7 @@ class Script:
     seed: int = 0
 
     def tree(self, context: Sequence[int], prompt: int, turn: int, vocab: int) -> DraftTree | None:
-        """The tree behind `context`, whose first `prompt` tokens are the prompt and whose last token is the root.
+        """Return the tree behind `context`: its first `prompt` tokens are the prompt, its last one is the root.
 
         None if the tree of this turn follows a text and the context is on none, or at the end of one.
         """
@@ -65,7 +65,7 @@ class Script:
 
 
 def deal(planned: Planned, root: int, ahead: Sequence[int], vocab: int, seed: int) -> DraftTree:
-    """Tokens for a tree: those of its path continue the text by `ahead` (len(path)), no other node continues it.
+    """Return tokens for a tree: those of its path continue the text by `ahead` (len(path)), no other node continues it.
 
     `ahead` has one token more than the path has nodes below the root: the one after it, which no child may be.
     """
@@ -84,7 +84,7 @@ def deal(planned: Planned, root: int, ahead: Sequence[int], vocab: int, seed: in
 
 
 def drafts(trees: Sequence[DraftTree | None], tokens: np.ndarray, mask: np.ndarray, rows: int) -> None:
-    """Writes trees over the drafts of a batch: tokens int [b * rows], mask [b * rows * rows], both in place.
+    """Write trees over the drafts of a batch: tokens int [b * rows], mask [b * rows * rows], both in place.
 
     A row past a tree's last node is a child of the root with token 0, as SGLang itself pads.
     """
@@ -104,7 +104,7 @@ def drafts(trees: Sequence[DraftTree | None], tokens: np.ndarray, mask: np.ndarr
 
 
 def read_script(path: str | Path) -> Script:
-    """A script by its file. Raises UsageError, in one line, naming the entry and what was expected."""
+    """Return a script by its file. Raises UsageError, in one line, naming the entry and what was expected."""
     with usage_errors():
         data = parse_json(read_text(path), str(path))
         with named(str(path)):
@@ -161,7 +161,7 @@ def _planned(where: str, entry: object) -> Planned:
 
 
 def _last(tree: DraftTree, accept: object) -> int:
-    """The node where the walk is to end."""
+    """Return the node where the walk is to end."""
     if isinstance(accept, int) and not isinstance(accept, bool) and 0 <= accept < len(tree):
         return accept
     if accept not in ACCEPTS:

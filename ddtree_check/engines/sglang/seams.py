@@ -72,8 +72,8 @@ FAMILIES = {  # model types of ours that SGLang 0.5.17 has a model class for; do
 
 
 def readable(config):
-    """A text configuration in transformers' words for its layers, which SGLang's own classes do not use; changed in
-    place."""
+    """Put a text configuration into transformers' words for its layers, which SGLang's classes do not use; change it
+    in place."""
     if hasattr(config, "is_kda_layer"):  # SGLang's KimiLinearConfig, where transformers has none yet
         kinds = ("full_attention", "linear_attention")
         config.layer_types = [kinds[config.is_kda_layer(layer)] for layer in range(config.num_hidden_layers)]
@@ -82,7 +82,7 @@ def readable(config):
 
 
 def installed() -> str:
-    """SGLang's version. Raises UsageError, with the way on, if it is not installed."""
+    """Return SGLang's version. Raises UsageError, with the way on, if it is not installed."""
     if find_spec("sglang") is None:
         raise UsageError(
             "engine: sglang is not installed here; in an environment of its own (it pins torch and transformers), "
@@ -95,7 +95,7 @@ def installed() -> str:
 
 
 def find_seam(found: str) -> tuple[str, Seam]:
-    """The row for a version: its own, or that of the newest version before it, then as 'untested'.
+    """Return the row for a version: its own, or that of the newest version before it, then as 'untested'.
 
     Raises UsageError for one that is older than all rows.
     """
@@ -113,7 +113,7 @@ def find_seam(found: str) -> tuple[str, Seam]:
 
 
 def place(seam: Seam, args, rank: int, gpu: int, port: int, model_config) -> dict[str, Any]:
-    """The arguments by which a model runner learns its tensor-parallel place; starts the runtime where that is due."""
+    """Return the arguments that tell a model runner its tensor-parallel place; start the runtime where due."""
     size = args.tp_size
     if seam.ranks == "numbers":
         return {"tp_rank": rank, "tp_size": size, "moe_ep_rank": 0, "moe_ep_size": 1, "pp_rank": 0, "pp_size": 1}
@@ -135,7 +135,7 @@ def place(seam: Seam, args, rank: int, gpu: int, port: int, model_config) -> dic
 
 
 def start_mamba(args) -> None:
-    """Chooses the kernel of Mamba-2's step, as the scheduler does before it captures graphs."""
+    """Choose the kernel of Mamba-2's step, as the scheduler does before it captures graphs."""
     for module in ("sglang.kernels.ops.mamba.triton_ops", "sglang.srt.layers.attention.mamba.ops"):
         try:
             found = getattr(importlib.import_module(module), "initialize_mamba_selective_state_update_backend", None)

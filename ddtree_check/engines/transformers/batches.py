@@ -19,7 +19,7 @@ IDLE = 0  # the token of rows and requests that only fill a batch
 
 
 def without(engine) -> str | None:
-    """Why an engine has no passes over several requests, or None."""
+    """Return why an engine has no passes over several requests, or None."""
     single = sorted({*engine.family.calls.values(), *engine.family.selects.values()} - set(STANDS_IN))
     if single:
         return f"{engine.family.title}: the stand-in for {', '.join(single)} takes one request at a time"
@@ -145,7 +145,7 @@ class Batches:
         return found
 
     def reorder(self, prefixes: Sequence[Prefix], order: Sequence[int]) -> list[Prefix]:
-        """The requests of one joined cache in another order, by the library's own permutation; some may come twice."""
+        """Return the requests of one joined cache in another order, by the library's own permutation."""
         whole, kept = self.caches.join([prefix.cache for prefix in prefixes], "left")
         self.caches.reorder(whole, torch.tensor(list(order), device=self.engine.device))
         found = []
@@ -158,12 +158,12 @@ class Batches:
 
 
 def _filled(tree: DraftTree, rows: int) -> DraftTree:
-    """The tree with a chain of its last token behind its last node, up to so many rows."""
+    """Return the tree with a chain of its last token behind its last node, up to so many rows."""
     more = rows - tree.n
     return DraftTree((*tree.tokens, *tree.tokens[-1:] * more), (*tree.parents, *range(tree.n - 1, rows - 1)))
 
 
 def _columns(longest: int, kept: int, rows: int, padding: str) -> list[int]:
-    """Which columns of a joined cache hold the `kept` keys of a request, and its first `rows` rows behind them."""
+    """Return the columns of a joined cache that hold `kept` keys of a request, and `rows` rows behind them."""
     first = longest - kept if padding == "left" else 0
     return [*range(first, first + kept), *range(longest, longest + rows)]

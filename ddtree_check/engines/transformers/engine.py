@@ -81,7 +81,7 @@ class TransformersEngine(BaseEngine):
     def load(
         cls, model: str | None, *, mixers: str = "library", args: Mapping[str, object] | None = None, **settings
     ) -> TransformersEngine:
-        """Loads a model by name, path or hub id; see `loading.load_model`. args: mixers and attention by name."""
+        """Load a model by name, path or hub id; see `loading.load_model`. args: mixers and attention by name."""
         own = {"mixers": mixers} | dict(args or {})
         if unknown := own.keys() - {"mixers", "attention"}:
             raise UsageError(f"engine-arg: got {min(unknown)}, expected mixers=own or attention=eager")
@@ -90,7 +90,7 @@ class TransformersEngine(BaseEngine):
         return cls(loaded, mixers=mixers, provenance=provenance)
 
     def exact(self) -> TransformersEngine:
-        """This model in float64 with our mixers throughout: the oracle. Raises UsageError if it does not fit."""
+        """Return this model in float64 with our mixers throughout: the oracle. Raises UsageError if it does not fit."""
         needed = 8 * sum(weight.numel() for weight in self.model.parameters())
         loading.require_memory("the float64 oracle", needed, self.device)
         model = copy.deepcopy(self.model).double()
@@ -126,7 +126,7 @@ class TransformersEngine(BaseEngine):
         return None
 
     def batches(self) -> Batches | str:
-        """Passes over several requests at once, or the reason why there are none."""
+        """Return passes over several requests at once, or the reason why there are none."""
         from .batches import Batches, without
 
         return without(self) or Batches(self)
@@ -243,7 +243,7 @@ class TransformersEngine(BaseEngine):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Callable[[], torch.Tensor | None]]:
-        """Gives a function that returns the features [rows, d] of the pass made within, None if none are read."""
+        """Give a function that returns the features [rows, d] of the pass made within, None if none are read."""
         if not self._features:
             yield lambda: None
             return
@@ -251,7 +251,7 @@ class TransformersEngine(BaseEngine):
             yield lambda: torch.cat([seen.outputs[layer].to(self.device) for layer in self._features], dim=-1)
 
     def _advance(self, cache: DynamicCache, length: int, token: int) -> torch.Tensor:
-        """Decodes one token on `cache`, which moves on in place."""
+        """Decode one token on `cache`, which moves on in place."""
         own = self.mixers == "own"
         with self._swapped(_ONE_ROW, None, self.family.calls) if own else contextlib.nullcontext():
             return self._run([[token]], np.full((1, 1), length), cache)[0, 0]
@@ -289,7 +289,7 @@ class TransformersEngine(BaseEngine):
 
     @torch.no_grad()
     def _run(self, tokens, positions: np.ndarray, cache, *, mask=None, keep: int = 0) -> torch.Tensor:
-        """One forward pass; positions are always explicit. Returns logits [batch, kept rows, vocabulary]."""
+        """Run one forward pass; positions are always explicit. Return logits [batch, kept rows, vocabulary]."""
         lifted = KeepFloat64() if self.dtype == torch.float64 else contextlib.nullcontext()
         with lifted, ieee(), self.caches.running(cache):
             return self.model(
@@ -302,14 +302,14 @@ class TransformersEngine(BaseEngine):
             ).logits
 
     def _mask(self, plan: Plan, prefix: Prefix):
-        """The attention mask of a tree's rows behind `prefix`, in the form that the family takes."""
+        """Return the attention mask of a tree's rows behind `prefix`, in the form that the family takes."""
         if self.family.mask == "rows":  # a padding mask: what attention sees is chosen by functions that are swapped
             rows = torch.ones(1, plan.tree.n, dtype=torch.bool, device=self.device)
             return dict.fromkeys(("full_attention", "linear_attention", *self.family.layers), rows)
         return self._masks(lambda layer, window: visible(plan, self.caches.kept(prefix.cache, layer), window)[None])
 
     def _masks(self, seen: Callable[[int, int | None], np.ndarray], padding: torch.Tensor | None = None):
-        """The masks by layer type, or the one mask that the family takes. seen(layer, window): bool [b, rows, columns],
+        """Return masks by layer type, or the one that the family takes. seen(layer, window): bool [b, rows, columns],
         what an attention layer sees; padding: bool [b, rows], False for rows that recurrent layers must pass over."""
         if self.family.mask == "none":
             return padding
@@ -324,7 +324,7 @@ class TransformersEngine(BaseEngine):
         return {kind: padding if mask is None else mask for kind, mask in masks.items()}
 
     def _as_mask(self, seen: np.ndarray) -> torch.Tensor:
-        """bool [b, rows, columns] in the form that the model's attention takes, [b, 1, rows, columns]."""
+        """Return bool [b, rows, columns] in the form that the model's attention takes, [b, 1, rows, columns]."""
         seen = torch.tensor(seen, device=self.device)[:, None]
         if self.config._attn_implementation == "eager":
             seen = torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
@@ -337,13 +337,13 @@ class TransformersEngine(BaseEngine):
         return {**self.family.calls, **self.family.selects}
 
     def _place(self, name: str) -> tuple[Any, str]:
-        """The module or class that holds a function of the family's tables ('function' or 'Class.method')."""
+        """Return the module or class that holds a function of the family's tables ('function' or 'Class.method')."""
         owner, _, attribute = name.rpartition(".")
         return (getattr(self._module, owner, None) if owner else self._module), attribute
 
     @contextlib.contextmanager
     def _swapped(self, plan: Plan, record: Verified | None, names: Mapping[str, str]) -> Iterator[None]:
-        """Runs functions of the modelling module under `plan`; always puts the originals back."""
+        """Run functions of the modelling module under `plan`; always put the originals back."""
         with _SWAP, contextlib.ExitStack() as undo:
             originals = {name: getattr(*self._place(name)) for name in names}
             swap = Swap(plan, record, self.caches, originals)
@@ -356,12 +356,12 @@ class TransformersEngine(BaseEngine):
 
 
 def _bindable(adapter: Callable, swap: Swap) -> Callable:
-    """A function, because a partial would not become a method where it takes a method's place."""
+    """Return a function, because a partial would not become a method where it takes a method's place."""
     return lambda *args, **kwargs: adapter(swap, *args, **kwargs)
 
 
 def _resolved(function) -> str:
-    """What a recurrent name really runs: packages such as fla or causal_conv1d take its place without a word."""
+    """Return what a recurrent name really runs: packages such as fla or causal_conv1d take its place without a word."""
     found = inspect.getclosurevars(inspect.unwrap(function, stop=lambda f: "implementation" in f.__code__.co_freevars))
     target = found.nonlocals.get("implementation", function)
     return f"{target.__module__}.{target.__qualname__}"

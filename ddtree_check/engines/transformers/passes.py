@@ -40,7 +40,7 @@ class Verified:
 
 
 def visible(plan: Plan, kept: int, window: int | None) -> np.ndarray:
-    """bool [n, kept + n]: what the plan's rows attend to behind the last `kept` committed tokens, cut to a window."""
+    """Return bool [n, kept + n]: what the plan's rows attend to behind `kept` committed tokens, cut to a window."""
     n = plan.tree.n
     seen = np.ones((n, kept + n), dtype=bool)
     seen[:, kept:] = plan.mask

@@ -9,7 +9,7 @@ from ..wiring import BLANK
 
 
 def step(window, x, weight, bias):
-    """One token of a depthwise causal convolution.
+    """Return one token of a depthwise causal convolution.
 
         y_t = sum_s weight_s x_{t - w + 1 + s} + bias,   s = 0 ... w - 1
 
@@ -21,7 +21,7 @@ def step(window, x, weight, bias):
 
 
 def tree_form(committed, rows, weight, bias, windows: np.ndarray) -> torch.Tensor:
-    """All nodes at once: gather each node's window along its own path, then one weighted sum.
+    """Return all nodes at once: gather each node's window along its own path, then one weighted sum.
 
     committed [..., d, c] the last committed inputs, c >= w - 1, or fewer where fewer were committed (zeros before);
     rows [..., d, n] the nodes' inputs; weight [d, w]; bias [d] or None; windows [n, w] as in `Plan.windows`,
@@ -38,7 +38,7 @@ def tree_form(committed, rows, weight, bias, windows: np.ndarray) -> torch.Tenso
 
 
 def gather(committed, rows, windows: np.ndarray) -> torch.Tensor:
-    """The inputs under each window: [..., d, n, w]."""
+    """Return the inputs under each window: [..., d, n, w]."""
     kept = committed.shape[-1]
     # Column 0 is zeros: BLANK slots, and slots before the first committed input.
     table = torch.cat([torch.zeros_like(rows[..., :1]), committed.to(rows.dtype), rows], dim=-1)

@@ -45,7 +45,7 @@ class Scan:
 
 
 def along(log_decay: torch.Tensor, sources: Sequence[int] | Sequence[Sequence[int]]) -> Decay:
-    """The decays of a wiring. log_decay [..., n] <= 0; sources as in `Plan.state`, or one such a request: then
+    """Return the decays of a wiring. log_decay [..., n] <= 0; sources as in `Plan.state`, or one such a request: then
     log_decay is [b, ..., n] and so are the results. Computes in the dtype it is given.
 
     Log decays that lie between two nodes are summed; differences of running sums would cancel when decay is fast.

@@ -8,7 +8,7 @@ from . import decay
 
 
 def step(state, q, k, v, log_decay, beta):
-    """One token of the gated delta rule.
+    """Return one token of the gated delta rule.
 
         S_t = a_t S_{t-1} + k_t (b_t (v_t - k_t^T a_t S_{t-1}))^T,   a_t = exp(log_decay)
         o_t = S_t^T q_t
@@ -22,7 +22,7 @@ def step(state, q, k, v, log_decay, beta):
 
 
 def tree_form(initial, q, k, v, log_decay, beta, sources) -> decay.Scan:
-    """All nodes of a wiring at once: the UT system of the delta rule on the ancestor relation instead of row order.
+    """Compute all nodes of a wiring at once: the delta rule's UT system on the ancestor relation, not on row order.
 
     Unrolled along i's sources, with D_ij the decay after j up to i and G_i the decay since the initial state S_0,
 

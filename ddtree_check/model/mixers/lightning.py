@@ -10,7 +10,7 @@ from . import Folded, decay, fold
 
 
 def step(state, q, k, v, log_decay):
-    """One token of lightning attention.
+    """Return one token of lightning attention.
 
         S_t = a S_{t-1} + k_t v_t^T,   a = exp(log_decay)
         o_t = S_t^T q_t
@@ -24,7 +24,7 @@ def step(state, q, k, v, log_decay):
 
 
 def tree_form(initial, q, k, v, log_decay, sources: Sequence[int]) -> decay.Scan:
-    """All nodes of a wiring at once: causal linear attention whose mask is the decay along the ancestor relation.
+    """Compute all nodes of a wiring at once: linear attention whose mask is the decay along the ancestor relation.
 
         o_i = G_i S_0^T q_i + sum_{j up to i} D_ij (q_i . k_j) v_j,   D_ij = a^(steps from j to i)
 

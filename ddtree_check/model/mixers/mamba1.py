@@ -10,7 +10,7 @@ from . import Folded, fold
 
 
 def step(state, x, dt, a, b, c, d):
-    """One token of the selective scan; every channel and state entry decays on its own.
+    """Return one token of the selective scan; every channel and state entry decays on its own.
 
         S_t = exp(dt_t a) * S_{t-1} + (dt_t * x_t) b_t^T      (* and exp by entry, dt_t a: dt_t by channel)
         y_t = S_t c_t + d * x_t
@@ -23,7 +23,7 @@ def step(state, x, dt, a, b, c, d):
 
 
 def tree_form(initial, x, dt, a, b, c, d, sources: Sequence[int]) -> Folded:
-    """All nodes of a wiring: one pass over the rows for what each decays and writes, then the fold, level by level.
+    """Compute all nodes of a wiring: one pass over the rows for what each decays and writes, then the fold by level.
 
     There is no cheap matrix form: the decay between two nodes differs by channel and by state entry, so the matrix of
     Mamba-2 would be one [n, n] matrix for each of the p * s entries. The fold costs one multiply-add an entry and node,

@@ -8,7 +8,7 @@ from . import decay
 
 
 def step(state, x, dt, a, b, c, d):
-    """One token of one Mamba-2 head.
+    """Return one token of one Mamba-2 head.
 
         S_t = exp(dt_t a) S_{t-1} + dt_t x_t b_t^T
         y_t = S_t c_t + d x_t
@@ -21,7 +21,7 @@ def step(state, x, dt, a, b, c, d):
 
 
 def tree_form(initial, x, dt, a, b, c, d, sources) -> decay.Scan:
-    """All nodes of a wiring at once: masked attention, with the decay along the tree in place of the causal mask.
+    """Compute all nodes of a wiring at once: masked attention, the decay along the tree in place of the causal mask.
 
     Unrolled along i's sources, with D_ij the decay after j up to i and G_i the decay since the initial state S_0,
 

@@ -8,7 +8,7 @@ from . import Folded, fold
 
 
 def step(state, x, decay):
-    """One token of the recurrence.
+    """Return one token of the recurrence.
 
         h_t = a_t * h_{t-1} + x_t,   x_t = sqrt(1 - a_t^2) * (i_t * u_t),   o_t = h_t
 
@@ -21,7 +21,7 @@ def step(state, x, decay):
 
 
 def tree_form(initial, x, decay, sources: Sequence[int]) -> Folded:
-    """All nodes of a wiring, level by level: as many vectorised steps as the tree is deep.
+    """Return all nodes of a wiring, level by level: as many vectorised steps as the tree is deep.
 
     The closed form, o_i = G_i h_0 + sum_j D_ij x_j, needs an [n, n] table of decays for each channel, because channels
     share none: n times the work of the fold, and no matrix product to make up for it. So the fold is used, in the

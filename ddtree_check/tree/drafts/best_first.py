@@ -39,7 +39,7 @@ PUBLISHED = {
 
 
 def best_first(log_probs, budget: int, root: int | None = None, candidates: int | None = None) -> DraftTree:
-    """DDTree's builder: the `budget` most probable prefixes under a draft that is independent per depth.
+    """Build DDTree's tree: the `budget` most probable prefixes under a draft that is independent per depth.
 
         weight(t_1 .. t_d) = log_probs[0, t_1] + ... + log_probs[d - 1, t_d]
 
@@ -81,7 +81,7 @@ def best_first(log_probs, budget: int, root: int | None = None, candidates: int 
 
 
 def published_tree(log_probs, name: str, root: int | None = None) -> DraftTree:
-    """A published static tree (a name of PUBLISHED) filled from the marginals: a node of rank r at depth d carries the
+    """Fill a published static tree (a name of PUBLISHED) from the marginals: a node of rank r at depth d carries the
     r-th most probable token of row d - 1, of equal ones the lower id first.
 
     log_probs [L, V] as in `best_first`. Nodes deeper than L, or of a rank that is not offered, are left out with what
@@ -101,7 +101,7 @@ def published_tree(log_probs, name: str, root: int | None = None) -> DraftTree:
 
 
 def expected_accepts(log_probs, tree: DraftTree) -> float:
-    """How many nodes of `tree` the draft itself expects to be accepted: the sum of the probabilities of their paths.
+    """Return how many nodes of `tree` the draft expects to be accepted: the sum of their paths' probabilities.
 
     log_probs [L, V] in nats, from which the tree was made, at least as deep as it is.
     """
@@ -113,7 +113,7 @@ def expected_accepts(log_probs, tree: DraftTree) -> float:
 
 
 def _top(row: np.ndarray, keep: int) -> list[tuple[int, float]]:
-    """The `keep` most probable (token, log prob) of `row` [V], the lower id first among equals, without -inf."""
+    """Return the `keep` most probable (token, log prob) of `row` [V], the lower id first among equals, without -inf."""
     keep = min(keep, len(row))
     threshold = np.partition(row, len(row) - keep)[len(row) - keep]
     ids = np.flatnonzero((row >= threshold) & (row > -np.inf))
@@ -122,7 +122,7 @@ def _top(row: np.ndarray, keep: int) -> list[tuple[int, float]]:
 
 
 def _table(what: str, values) -> np.ndarray:
-    """`values` as float32 [L, V], neither empty nor with NaN or +inf."""
+    """Return `values` as float32 [L, V], neither empty nor with NaN or +inf."""
     try:
         with np.errstate(over="ignore"):
             table = np.asarray(values, dtype=np.float32)

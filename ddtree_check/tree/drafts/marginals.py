@@ -13,7 +13,7 @@ SURPRISED = 3.0  # standard deviations beyond which a draft is wrong about itsel
 
 
 def surprise(log_probs, tokens: Sequence[int]) -> tuple[float, float]:
-    """How much less probable than it expects a draft finds the tokens that followed, in nats, and the variance of that.
+    """Return how much less probable than it expects a draft finds what followed, in nats, and the variance of that.
 
         sum over depths of (-log p_d(token) - entropy of p_d),  variance of log p_d under p_d
 
@@ -31,7 +31,7 @@ def surprise(log_probs, tokens: Sequence[int]) -> tuple[float, float]:
 
 
 def drafter_says(surprised: float, accepted: float, ngram: float | None) -> str | None:
-    """What a drafter's acceptance says where the verify passed, so that none was lost there; None for nothing.
+    """Return what a drafter's acceptance says where the verify passed, so that none was lost there; None for nothing.
 
     surprised: `surprise` over all rounds, in standard deviations; accepted: nodes a round by plain decoding, and ngram:
     those of an n-gram draft in the same places. A drafter that is surprised by more than SURPRISED reads something
@@ -47,7 +47,7 @@ def drafter_says(surprised: float, accepted: float, ngram: float | None) -> str 
 def ngram_marginals(
     context: Sequence[int], length: int, vocab: int, *, order: int = 3, smoothing: float = 1.0
 ) -> np.ndarray:
-    """Log probabilities float32 [length, vocab] of a draft that only looks things up in the context itself.
+    """Return log probabilities float32 [length, vocab] of a draft that only looks things up in the context itself.
 
     Depth d: take the longest suffix of `context`, at most `order` tokens, that also ends somewhere at least d tokens
     before the end; count what came d tokens after each such place; add `smoothing` tokens' worth of the context's own
@@ -77,7 +77,7 @@ def ngram_marginals(
 
 
 def self_marginals(logits, acceptance: float, seed: int, sureness: float | None = None) -> np.ndarray:
-    """Log probabilities float32 [L, V] of a draft that knows the target and errs at a chosen rate.
+    """Return log probabilities float32 [L, V] of a draft that knows the target and errs at a chosen rate.
 
     logits [L, V], finite, read as float32: the target's own along its greedy continuation. With a `sureness`, one
     temperature for all depths makes the first choices' probabilities average it (kept within 0.05 ... 0.95), so that
@@ -118,7 +118,7 @@ def self_marginals(logits, acceptance: float, seed: int, sureness: float | None 
 
 
 def _sharpness(shifted: np.ndarray, sureness: float) -> float:
-    """The factor (1 / temperature) at which the first choices of `shifted`, rows with maximum 0, average `sureness`."""
+    """Return the factor (1 / temperature) at which first choices of rows of maximum 0 average `sureness`."""
 
     def missed(exponent: float) -> float:
         return float(np.mean(1 / np.exp(shifted * 10**exponent).sum(axis=1))) - sureness
@@ -147,8 +147,7 @@ def _sharpness(shifted: np.ndarray, sureness: float) -> float:
 
 
 def _rising_root(value: Callable[[float], float]) -> float:
-    """Where a rising function of a decimal exponent turns from negative; an end of -8 ... 8 if it does nowhere between
-    (ties at the top, or rows of two tokens)."""
+    """Return where a rising function of a decimal exponent turns from negative, or an end of -8 ... 8."""
     low, high = -8.0, 8.0
     for _ in range(50):
         middle = (low + high) / 2

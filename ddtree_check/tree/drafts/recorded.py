@@ -45,7 +45,7 @@ class Marginals:
                     )
 
     def dense(self, vocab: int) -> np.ndarray:
-        """Log probabilities float32 [L, vocab]. Raises ValueError naming an id outside the vocabulary."""
+        """Return log probabilities float32 [L, vocab]. Raises ValueError naming an id outside the vocabulary."""
         table = np.full((len(self.ids), _at_least(1, "marginals: vocab", vocab)), -np.inf, dtype=np.float32)
         for depth, (ids, values) in enumerate(zip(self.ids, self.log_probs, strict=True)):
             table[depth, token_ids(f"marginals: depth {depth + 1}", ids, vocab)] = values
@@ -53,7 +53,7 @@ class Marginals:
 
     @classmethod
     def from_json(cls, data: object) -> Marginals:
-        """Reads {"ids": [[...] per depth], "log_probs": [[...] per depth]}."""
+        """Read {"ids": [[...] per depth], "log_probs": [[...] per depth]}."""
         columns = [data.get(key) for key in ("ids", "log_probs")] if isinstance(data, dict) else [None]
         if not all(isinstance(column, list) and all(isinstance(row, list) for row in column) for column in columns):
             raise ValueError(f"marginals: got {data!r:.60}, expected 'ids' and 'log_probs', a list per depth each")
@@ -64,7 +64,7 @@ Recorded = DraftTree | Marginals | tuple[DraftTree, ...]  # one tree, what to ma
 
 
 def load_recorded(path: str | Path) -> list[Recorded]:
-    """Recorded drafts from JSON lines, each {"tree": {"tokens", "parents"}}, {"marginals": {"ids", "log_probs"}} or
+    """Read recorded drafts, JSON lines, each {"tree": {"tokens", "parents"}}, {"marginals": {"ids", "log_probs"}} or
     {"trees": [{"tokens", "parents"}, ...]}, a tree for each round; or a round of a DDTree trace, or {"paths": ...}.
 
     Raises ValueError naming the file and the line.
@@ -77,7 +77,7 @@ def load_recorded(path: str | Path) -> list[Recorded]:
 
 
 def recorded_from_json(data: object) -> Recorded:
-    """One recorded draft; a tree in any form of `formats.tree_from_json`. Raises ValueError for any other object."""
+    """Read one recorded draft; a tree in any form of `formats.tree_from_json`. Raises ValueError."""
     if is_tree(data):  # a round as other tools write it
         return tree_from_json(data)
     kinds = [kind for kind in ("tree", "marginals", "trees") if isinstance(data, dict) and kind in data]
@@ -92,7 +92,7 @@ def recorded_from_json(data: object) -> Recorded:
 
 
 def recorded_to_json(draft: Recorded) -> dict:
-    """The inverse of `recorded_from_json`."""
+    """Return the inverse of `recorded_from_json`."""
     if isinstance(draft, Marginals):
         columns = {"ids": draft.ids, "log_probs": draft.log_probs}
         return {"marginals": {name: [list(row) for row in rows] for name, rows in columns.items()}}
@@ -102,7 +102,7 @@ def recorded_to_json(draft: Recorded) -> dict:
 
 
 def recorded_tree(draft: DraftTree | Marginals, vocab: int, budget: int, root: int | None = None) -> DraftTree:
-    """The tree of one recorded draft, at most `budget` drafted nodes.
+    """Return the tree of one recorded draft, at most `budget` drafted nodes.
 
     Marginals are expanded best-first. A recorded tree keeps its first `budget` nodes (a tree at every cut, since
     parents come first) and its own root token unless `root` is given.

@@ -27,7 +27,7 @@ def shape(
     root: int | None = None,
     exclude: Iterable[int] = (),
 ) -> DraftTree:
-    """A tree of a known shape: `nodes` drafted nodes, the root is extra.
+    """Return a tree of a known shape: `nodes` drafted nodes, the root is extra.
 
     name: 'chain'; 'kary' (every node has `branching` children until the nodes run out); 'comb' (a spine, and beside
     each next spine node one leaf); 'star' (all under the root); 'random' (each node under an earlier one, drawn).
@@ -75,7 +75,7 @@ def shape(
 
 
 def _heap_order(tree: DraftTree, rng: np.random.Generator) -> DraftTree:
-    """`tree` in the order of drawn path costs; drawn again while that is breadth or depth first."""
+    """Return `tree` in the order of drawn path costs; drawn again while that is breadth or depth first."""
     one_order = tree.is_chain or max(tree.depth) == 1
     for _ in range(1 if one_order else 64):
         costs = [0.0]

@@ -35,7 +35,7 @@ class HybridCaches:
         return cache
 
     def fork(self, cache):
-        """A cache that goes on by itself: states and windows, written in place, are copied; keys and values are shared,
+        """Return a cache that goes on by itself: states and windows, written in place, are copied; keys are shared,
         because appending to them makes new tensors."""
         fork = copy.copy(cache)
         fork.layers = []
@@ -48,7 +48,7 @@ class HybridCaches:
         return fork
 
     def for_rows(self, cache):
-        """A fork for a pass over a tree: sliding layers keep every row, for the commit to choose from."""
+        """Return a fork for a pass over a tree: sliding layers keep every row, for the commit to choose from."""
         fork = self.fork(cache)
         for layer in fork.layers:
             if getattr(layer, "is_sliding", False):
@@ -57,7 +57,7 @@ class HybridCaches:
 
     @contextlib.contextmanager
     def running(self, cache) -> Iterator[None]:
-        """Holds for the length of one forward pass on `cache` (None: without a cache)."""
+        """Hold for the length of one forward pass on `cache` (None: without a cache)."""
         yield
 
     def reorder(self, cache, index: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class HybridCaches:
             cache.position_ids = cache.position_ids[:, index]
 
     def keep_rows(self, cache, full, rows: Sequence[int], count: int) -> None:
-        """Appends to `cache` the keys of some of the last `count` rows of `full`."""
+        """Append to `cache` the keys of some of the last `count` rows of `full`."""
         for layer, source in zip(cache.layers, full.layers, strict=False):
             if getattr(source, "keys", None) is None or not source.keys.numel():
                 continue
@@ -80,7 +80,7 @@ class HybridCaches:
             cache.position_ids = _rows(full.position_ids, rows, count, -1)
 
     def trim(self, layer) -> None:
-        """Drops the keys that a sliding layer of the library no longer holds between passes."""
+        """Drop the keys that a sliding layer of the library no longer holds between passes."""
         layer.record_past = False
         first = max(0, layer.keys.shape[-2] - layer.sliding_window + 1)
         layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
@@ -89,19 +89,19 @@ class HybridCaches:
                 layer.conv_states[state] = layer.conv_states[state][..., -width:]
 
     def settle(self, cache):
-        """What a cache that `for_rows` made is once its last row is committed."""
+        """Return what a cache that `for_rows` made is once its last row is committed."""
         for layer in cache.layers:
             if getattr(layer, "is_sliding", False) and getattr(layer, "keys", None) is not None:
                 self.trim(layer)
         return cache
 
     def kept(self, cache, layer: int) -> int:
-        """How many of the committed keys an attention layer still holds."""
+        """Return how many of the committed keys an attention layer still holds."""
         keys = getattr(cache.layers[layer], "keys", None)
         return keys.shape[-2] if keys is not None and keys.numel() else 0
 
     def join(self, caches: Sequence, padding: str):
-        """One cache of several requests, made by `for_rows`, and how many keys each holds by layer, [layers][requests].
+        """Return one cache of several requests, made by `for_rows`, and the keys of each, [layers][requests].
 
         Shorter keys are padded with zeros on the `padding` side, left or right.
         """
@@ -120,7 +120,7 @@ class HybridCaches:
         return whole, kept
 
     def part(self, whole, request: int, columns: Sequence[Sequence[int]], length: int):
-        """One request of a joined cache, after `length` tokens; columns [layers][...]: which of the keys are its."""
+        """Return one request of a joined cache after `length` tokens; columns [layers][...]: which keys are its."""
         part = self.for_rows(whole)
         for layer, own in zip(part.layers, columns, strict=True):
             for name, value in vars(layer).items():
@@ -135,15 +135,15 @@ class HybridCaches:
         return part
 
     def windows(self, cache, layer: int):
-        """The convolution windows [1, d, c] of a layer by number; they may be written in place."""
+        """Return the convolution windows [1, d, c] of a layer by number; they may be written in place."""
         return cache.layers[layer].conv_states
 
     def state(self, cache, layer: int) -> torch.Tensor:
-        """The recurrent state of a layer; it may be written in place."""
+        """Return the recurrent state of a layer; it may be written in place."""
         return cache.layers[layer].recurrent_states[0]
 
     def contents(self, cache, layer: int, ops: set[type]) -> dict[str, torch.Tensor]:
-        """What a layer with these `ops` carries: keys and values [rows, d], windows [columns, d], a recurrent state."""
+        """Return what a layer with these `ops` carries: keys, values [rows, d], windows [columns, d], a state."""
         held = {}
         if Attention in ops:
             held |= {name: getattr(cache.layers[layer], name)[0].transpose(0, 1).flatten(1) for name in KEYS}
@@ -248,7 +248,7 @@ def _padded(keys: torch.Tensor, longest: int, padding: str) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor, rows: Sequence[int], count: int, dim: int) -> torch.Tensor:
-    """What stood before the last `count` rows, and the rows chosen among them."""
+    """Return what stood before the last `count` rows, and the rows chosen among them."""
     before = x.shape[dim] - count
     index = torch.cat([torch.arange(before), torch.tensor(list(rows)) + before]).to(x.device)
     return x.index_select(dim, index)

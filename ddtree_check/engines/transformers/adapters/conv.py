@@ -10,13 +10,13 @@ from .swap import Swap
 
 
 def rows(swap: Swap, hidden_states, weight, bias=None, activation=None, **_):
-    """hidden_states [1, d, c + n]: the c committed inputs, then the rows. Returns [1, d, n]."""
+    """Run all rows: hidden_states [1, d, c + n], the c committed inputs, then the rows. Returns [1, d, n]."""
     n = swap.plan.tree.n
     return _convolve(swap, hidden_states[..., :-n], hidden_states[..., -n:], weight, bias, activation)
 
 
 def one(swap: Swap, hidden_states, conv_state, weight, bias=None, activation=None):
-    """hidden_states [1, d, 1]; conv_state [1, d, c] is moved on in place, as the original does. Returns [1, d, 1]."""
+    """Run one row: hidden_states [1, d, 1]; conv_state [1, d, c] is moved on in place. Returns [1, d, 1]."""
     out = _convolve(swap, conv_state, hidden_states, weight, bias, activation)
     conv_state.copy_(torch.cat([conv_state, hidden_states], -1)[..., -conv_state.shape[-1] :])
     return out

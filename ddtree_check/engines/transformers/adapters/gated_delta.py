@@ -13,7 +13,7 @@ from .swap import Swap
 def _rows(
     tree_form, normed, swap: Swap, query, key, value, g, beta, *, initial_state, use_qk_l2norm_in_kernel=False, **_
 ):
-    """query, key [1, n, h, k], value [1, n, h, v], g [1, n, h] (of kda [1, n, h, k]), beta [1, n, h].
+    """Run a delta rule: query, key [1, n, h, k], value [1, n, h, v], g [1, n, h] (kda [1, n, h, k]), beta [1, n, h].
 
     initial_state [1, h, k, v]. normed: x and its squared length to x of length 1, rounded as the original does.
     Computes in float32 or wider. Returns the outputs [1, n, h, v] in the dtype of `query`, and a state.

@@ -11,7 +11,7 @@ from .swap import Swap
 
 
 def along_paths(swap: Swap, module, hidden_states, q_resid, attention_mask, past_key_values):
-    """`Glm5NextTextIndexer.forward`: the keys each row attends to, as row numbers [1, n, topk], -1 for none.
+    """Run `Glm5NextTextIndexer.forward`: the keys each row attends to, as row numbers [1, n, topk], -1 for none.
 
     The original pools every few *rows* behind the start of the text. Here it is run once a node, on the text that the
     plan's mask lets the node see, and its answer is put back into rows.
@@ -62,7 +62,7 @@ class _Everywhere:
 
 
 def relative_logits(swap: Swap, module, relative_states, query_positions, key_positions):
-    """`InklingRelativeLogits.forward`: the original, with the rows of the tree where the plan says they stand."""
+    """Run `InklingRelativeLogits.forward` with the rows of the tree where the plan says they stand."""
     n = swap.plan.tree.n
     position = query_positions[0] + torch.tensor(swap.plan.positions, device=query_positions.device)
     keys = torch.cat([key_positions[:-n], position])

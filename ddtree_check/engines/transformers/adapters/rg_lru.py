@@ -7,7 +7,7 @@ from .swap import Swap
 
 
 def block(swap: Swap, module, input_states, position_ids, attention_mask=None, **_):
-    """`RecurrentGemmaRecurrentBlock.forward`: input_states [1, n, hidden]. Returns its output and None.
+    """Run `RecurrentGemmaRecurrentBlock.forward`: input_states [1, n, hidden]. Returns its output and None.
 
     The original's multi-token pass pads the convolution with zeros, whatever came before; here it goes on from the
     committed window. Products and sum are rounded as in the original's one-token step.
@@ -25,7 +25,7 @@ def block(swap: Swap, module, input_states, position_ids, attention_mask=None, *
 
 
 def rows(swap: Swap, module, hidden_states, recurrent_gate, reset, recurrent_states, **_):
-    """`RecurrentGemmaRglru._rnn_scan`: hidden_states, recurrent_gate [1, n, d]; recurrent_states [1, d].
+    """Run `RecurrentGemmaRglru._rnn_scan`: hidden_states, recurrent_gate [1, n, d]; recurrent_states [1, d].
 
     The state is float32 or wider, as the original's; a node's output is its state, rounded.
     """

@@ -22,7 +22,7 @@ class Delayed:
 
 
 def project(swap: Swap, module, hidden_states, past_key_values, conv_mask=None):
-    """`ZayaCCAProjection.forward`: hidden_states [1, n, hidden]. Returns queries, keys and values [1, n, h, d].
+    """Run `ZayaCCAProjection.forward`: hidden_states [1, n, hidden]. Returns queries, keys and values [1, n, h, d].
 
     The original's convolutions run on each node's own window; the half of the values that comes from the token before
     is read from the node that the plan names.
