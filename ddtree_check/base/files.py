@@ -26,10 +26,10 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"{path}: {error.strerror}, expected a readable file") from None
 
 
-def parse_json(text: str, where: str) -> object:
-    """Return the value of a JSON text. Raises ValueError beginning with `where`."""
+def parse_json(text: str, where: str, **hooks) -> object:
+    """Return the value of a JSON text. hooks: as `json.loads` takes them. Raises ValueError beginning with `where`."""
     try:
-        return json.loads(text)
+        return json.loads(text, **hooks)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: {error.msg} at character {error.pos}, expected JSON") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, or lists within lists within ...

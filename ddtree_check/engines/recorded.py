@@ -61,7 +61,7 @@ class TraceEngine(BaseEngine):
         passes = step.of(mode)
         if not passes:
             return None
-        if len({found.full for found in passes}) > 1 or len({_k(found) for found in passes}) > 1:
+        if len({0 if found.full else found.arrays["top_ids"].shape[1] for found in passes}) > 1:
             raise UsageError(f"step {step.id}: {mode} mixes full rows and top k, expected one of them in a mode")
         parts, owner = [], np.full(step.tree.n, -1)
         at = 0
@@ -75,9 +75,8 @@ class TraceEngine(BaseEngine):
             return None
         where = np.where(measured, owner, owner[measured][0])
         whole = parts[0] if len(parts) == 1 else _join(parts)
-        return (whole if (where == np.arange(at)).all() else whole[where]) if len(where) == at else whole[
-            where
-        ], measured
+        in_order = len(where) == at and (where == np.arange(at)).all()
+        return whole if in_order else whole[where], measured
 
     def _read(self, step: Step, found: Pass, rows: Sequence[int]) -> torch.Tensor | TopLogits:
         if found.full:
@@ -125,10 +124,6 @@ def layers_from_json(data: Sequence) -> tuple[Layer, ...]:
     )
 
 
-def _k(found: Pass) -> int:
-    return 0 if found.full else found.arrays["top_ids"].shape[1]
-
-
 def _join(parts: Sequence[torch.Tensor | TopLogits]) -> torch.Tensor | TopLogits:
     if isinstance(parts[0], TopLogits):
         lse = [part.lse for part in parts]
@@ -137,4 +132,4 @@ def _join(parts: Sequence[torch.Tensor | TopLogits]) -> torch.Tensor | TopLogits
             torch.cat([part.values for part in parts]),
             None if any(part is None for part in lse) else torch.cat(lse),
         )
-    return torch.cat([part for part in parts])
+    return torch.cat(parts)

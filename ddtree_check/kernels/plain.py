@@ -47,7 +47,9 @@ def parents_of(next_token: list[int], next_sibling: list[int]) -> list[int]:
 def gdn(call: DeltaCall) -> torch.Tensor:
     out = torch.zeros_like(call.v)
     repeats = call.v.shape[2] // call.q.shape[2]
-    q, k = (_normed(x.float()).repeat_interleave(repeats, 2) for x in (call.q, call.k))
+    q, k = (x.float() for x in (call.q, call.k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + EPSILON).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
     gate = call.a.float() + call.dt_bias
     rate = call.A_log.exp()[:, None] if call.per_channel else call.A_log.exp()
     if call.lower_bound is None:
@@ -97,10 +99,6 @@ def _states(call: DeltaCall | Mamba2Call, rows: int):
                 call.buffer[row, node] = state
 
             yield request, node, last, put
-
-
-def _normed(x: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().sum(-1, keepdim=True) + EPSILON).sqrt()
 
 
 def commit(call: CommitCall) -> None:

@@ -30,8 +30,12 @@ _ZAMBA = {**_CONV, "mamba_selective_scan": "mamba1", "mamba_selective_state_upda
 _MAMBA1 = {**_ZAMBA, "mamba_inner_fn": "training_only"}
 
 
-def _gated_delta(config) -> Branches:
-    return ((Conv(config.linear_conv_kernel_dim), State("gated_delta")),)
+def _recurrent(kind: str, width: str = "mamba_d_conv") -> Callable[[object], Branches]:
+    return lambda config: ((Conv(getattr(config, width)), State(kind)),)
+
+
+_gated_delta = _recurrent("gated_delta", "linear_conv_kernel_dim")
+_kda = _recurrent("kda", "linear_conv_kernel_dim")
 
 
 def _attention(config) -> Branches:
@@ -49,10 +53,6 @@ def _unrotated(config) -> Branches:
 
 def _granite_attention(config) -> Branches:
     return ((Attention(positional=config.position_embedding_type == "rope"),),)
-
-
-def _mamba(kind: str, width: str = "mamba_d_conv") -> Callable[[object], Branches]:
-    return lambda config: ((Conv(getattr(config, width)), State(kind)),)
 
 
 def _falcon_h1(config) -> Branches:
@@ -78,16 +78,8 @@ def _short_conv(config) -> Branches:
     return ((Conv(config.conv_L_cache),),)
 
 
-def _kda(config) -> Branches:
-    return ((Conv(config.linear_conv_kernel_dim), State("kda")),)
-
-
 def _lightning(config) -> Branches:
     return ((State("lightning"),),)
-
-
-def _rg_lru(config) -> Branches:
-    return ((Conv(config.conv1d_width), State("rg_lru")),)
 
 
 def _qwen4(config) -> Branches:
@@ -181,7 +173,7 @@ class Family:
 _HYBRID = {"linear_attention": _gated_delta, "full_attention": _attention}
 _LFM2 = {"conv": _short_conv, "full_attention": _attention}
 _SLIDING = {"full_attention": _attention, "sliding_attention": _sliding}
-_MAMBA1_ALONE = {"linear_attention": _mamba("mamba1", "conv_kernel")}
+_MAMBA1_ALONE = {"linear_attention": _recurrent("mamba1", "conv_kernel")}
 _BOTH_IN_ONE = {"masks": {"hybrid": "full_attention"}}
 _NO_ATTENTION = {"mask": "none", "cache": "cache_params"}
 
@@ -194,7 +186,7 @@ _ROWS = (
         examples=("allenai/Olmo-Hybrid-7B",),
     ),
     Family(
-        "bamba", "Bamba", {"linear_attention": _mamba("mamba2"), "full_attention": _attention}, _MAMBA2,
+        "bamba", "Bamba", {"linear_attention": _recurrent("mamba2"), "full_attention": _attention}, _MAMBA2,
         examples=("ibm-ai-platform/Bamba-9B-v2",),
     ),
     Family(
@@ -203,32 +195,32 @@ _ROWS = (
     ),
     Family(
         "granitemoehybrid", "Granite 4 hybrid",
-        {"linear_attention": _mamba("mamba2"), "full_attention": _granite_attention}, _MAMBA2,
+        {"linear_attention": _recurrent("mamba2"), "full_attention": _granite_attention}, _MAMBA2,
         examples=("ibm-granite/granite-4.0-h-small",),
     ),
     Family(
         "nemotron_h", "Nemotron-H",
         {
-            "linear_attention": _mamba("mamba2", "conv_kernel"), "full_attention": _unrotated,
+            "linear_attention": _recurrent("mamba2", "conv_kernel"), "full_attention": _unrotated,
             "mlp": _row_by_row, "moe": _row_by_row,
         },
         _MAMBA2, examples=("nvidia/Nemotron-H-8B-Base-8K",),
     ),
     Family(
-        "zamba2", "Zamba2", {"linear_attention": _mamba("mamba2"), "hybrid": _zamba("mamba2")}, _MAMBA2, **_BOTH_IN_ONE,
-        examples=("Zyphra/Zamba2-7B",),
+        "zamba2", "Zamba2", {"linear_attention": _recurrent("mamba2"), "hybrid": _zamba("mamba2")}, _MAMBA2,
+        **_BOTH_IN_ONE, examples=("Zyphra/Zamba2-7B",),
     ),
     Family(
-        "mamba2", "Mamba-2", {"linear_attention": _mamba("mamba2", "conv_kernel")}, _MAMBA2, **_NO_ATTENTION,
+        "mamba2", "Mamba-2", {"linear_attention": _recurrent("mamba2", "conv_kernel")}, _MAMBA2, **_NO_ATTENTION,
         examples=("mistralai/Mamba-Codestral-7B-v0.1",),
     ),
     Family(
-        "jamba", "Jamba", {"linear_attention": _mamba("mamba1"), "full_attention": _unrotated}, _MAMBA1,
+        "jamba", "Jamba", {"linear_attention": _recurrent("mamba1"), "full_attention": _unrotated}, _MAMBA1,
         examples=("ai21labs/AI21-Jamba-Mini-1.7",),
     ),
     Family(
-        "zamba", "Zamba", {"linear_attention": _mamba("mamba1"), "hybrid": _zamba("mamba1")}, _ZAMBA, **_BOTH_IN_ONE,
-        examples=("Zyphra/Zamba-7B-v1",),
+        "zamba", "Zamba", {"linear_attention": _recurrent("mamba1"), "hybrid": _zamba("mamba1")}, _ZAMBA,
+        **_BOTH_IN_ONE, examples=("Zyphra/Zamba-7B-v1",),
     ),
     Family(
         "falcon_mamba", "Falcon-Mamba", _MAMBA1_ALONE, _MAMBA1, **_NO_ATTENTION, examples=("tiiuae/falcon-mamba-7b",)
@@ -262,7 +254,7 @@ _ROWS = (
         {"MiniMaxLightningAttention.forward": "lightning"}, keeps="minimax", examples=("MiniMaxAI/MiniMax-Text-01-hf",),
     ),
     Family(
-        "recurrent_gemma", "RecurrentGemma", {"recurrent": _rg_lru, "attention": _sliding},
+        "recurrent_gemma", "RecurrentGemma", {"recurrent": _recurrent("rg_lru", "conv1d_width"), "attention": _sliding},
         {"RecurrentGemmaRecurrentBlock.forward": "griffin_block", "RecurrentGemmaRglru._rnn_scan": "rg_lru"},
         mask="plain", kinds="layers_block_type", keeps="modules", examples=("google/recurrentgemma-2b",),
     ),

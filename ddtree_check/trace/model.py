@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -14,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import UsageError, need, need_text
+from ..base.files import parse_json
 from ..tree.draft_tree import DraftTree
+from ..tree.token_ids import token_ids
 
 FORMAT = "ddtree-trace/1"
 SUFFIX = ".safetensors"
@@ -39,9 +40,6 @@ LAYER = (
     '["attention", null, true]'
 )
 FLOATS, INTEGERS = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
-
-
-# --- what a trace holds -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -210,9 +208,6 @@ class TopLogits:
         return TopLogits(self.ids[rows], self.values[rows], None if self.lse is None else self.lse[rows])
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Raw:
     """A step file whose container is sound: its header and step as JSON objects, nothing more is known of them."""
@@ -241,30 +236,26 @@ def _is_operation(operation: object) -> bool:
     return False
 
 
-def _json(what: str, text: str | bytes) -> dict:
+def _json(what: str, text: bytes | str) -> dict:
     """Return a JSON object; no NaN, no key twice. Raises ValueError naming `what`."""
 
     def once(pairs):
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise ValueError(f"{what}: a key stands twice in one object")
+            raise ValueError("a key stands twice in one object")
         return found
 
-    def refuse(name):
-        raise ValueError(f"{what}: {name}, expected numbers that JSON knows")
-
     def finite(digits):
-        return float(digits) if math.isfinite(float(digits)) else refuse(digits)
+        if not math.isfinite(float(digits)):
+            raise ValueError(f"a number is {digits}")
+        return float(digits)
 
-    try:
-        text = text if isinstance(text, str) else text.decode("utf-8")
-        found = json.loads(text, object_pairs_hook=once, parse_constant=refuse, parse_float=finite)
-    except UnicodeDecodeError:
-        raise ValueError(f"{what}: not UTF-8, expected JSON") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what}: {error.msg} at character {error.pos}, expected JSON") from None
-    except RecursionError:
-        raise ValueError(f"{what}: lists within lists without end, expected JSON of a few levels") from None
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{what}: not UTF-8, expected JSON") from None
+    found = parse_json(text, what, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
     need(isinstance(found, dict), f"{what}: got", found, "a JSON object")
     return found
 
@@ -279,10 +270,7 @@ def _wholes(values: object) -> bool:
 
 def _tokens(what: str, values: object, vocab: int) -> tuple[int, ...]:
     need(isinstance(values, list), what, values, "a list of token ids")
-    for place, value in enumerate(values):
-        good = _whole(value) and 0 <= value < vocab
-        need(good, f"{what}[{place}]", value, f"a token id in 0..{vocab - 1}")
-    return tuple(values)
+    return token_ids(what, values, vocab) if values else ()
 
 
 def _host(array):

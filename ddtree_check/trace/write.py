@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from ..base.files import now, runs
-from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _host, _whole, widen
+from ..tree.token_ids import at_least
+from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _host, widen
 from .read import HEADER_BYTES, _same_header, parse_step, read_raw
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 class TraceWriter:
@@ -31,10 +30,9 @@ class TraceWriter:
         unknown = sorted(header.keys() - Header.__dataclass_fields__.keys())
         if unknown:
             raise ValueError(f"trace: unknown {unknown[0]!r}, expected {', '.join(Header.__dataclass_fields__)}")
-        if max_bytes is not None and (not _whole(max_bytes) or max_bytes < 1):
-            raise ValueError(f"trace: max_bytes {max_bytes!r:.40}, expected a number of at least 1")
-        if top is not None and (not _whole(top) or top < 2):
-            raise ValueError(f"trace: top {top!r:.40}, expected a number of at least 2")
+        for name, value, low in (("max_bytes", max_bytes, 1), ("top", top, 2)):
+            if value is not None:
+                at_least(low, f"trace: {name}", value)
         header.setdefault("created", now())
         self.header = Header(**header)
         self._text = json.dumps(self.header.to_json(), allow_nan=False)
@@ -133,7 +131,7 @@ class TraceWriter:
         return True
 
     def _publish(self, part: Path) -> None:
-        """Return the part under the next free number; two writers of one folder do not overwrite each other."""
+        """Put the part under the next free number; two writers of one folder do not overwrite each other."""
         while True:
             target = self.path / f"{self._next:06d}{SUFFIX}"
             self._next += 1

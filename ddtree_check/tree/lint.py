@@ -97,9 +97,9 @@ def rows_of(where: str, value: object) -> Iterator[Rows]:
         yield Rows(where, extra=named)
     elif any(name in value for name in DDTREE):
         rows = Rows(where, extra=named)
-        _fill(rows, {"depths": value.get("node_depths"), "tokens": value.get("node_token_ids"), **named}, "tokens")
+        lists = {**named, "tokens": value.get("node_token_ids"), "depths": value.get("node_depths")}
+        _fill(rows, lists, "tokens", "depths", "parents", "accepted")
         rows.tokens = [value.get("root_token"), *(rows.tokens or [])]
-        _fill(rows, {"depths": value.get("node_depths"), **named}, "depths", "parents", "accepted")
         rows.depths = rows.depths and [0, *rows.depths]
         yield rows
     elif "next_token" in named or "next_sibling" in named:

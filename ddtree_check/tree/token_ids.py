@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-# --- shared checks ----------------------------------------------------------------------------------------------------
-
 
 def token_ids(what: str, values: Iterable, vocab: int | None = None) -> tuple[int, ...]:
     """Return `values` as a tuple of token ids, not empty, 0 or above and below `vocab` if given. Raises ValueError."""
@@ -22,7 +20,8 @@ def token_ids(what: str, values: Iterable, vocab: int | None = None) -> tuple[in
     return tuple(map(int, found))
 
 
-def _at_least(low: int, what: str, value: object) -> int:
+def at_least(low: int, what: str, value: object) -> int:
+    """Return an integer that is not below `low`. Raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ValueError(f"{what} {value!r:.40}, expected an integer >= {low}")
     return int(value)

@@ -350,27 +350,21 @@ def _checkpoint(source: str, text, weights: str, dtype: torch.dtype) -> Iterator
     if weights == "real" and (words is None or folder is None):
         yield source
         return
-    if folder is not None:
-        with tempfile.TemporaryDirectory(prefix="ddtree-check-") as links:
-            held = json.loads((folder / "config.json").read_text())
-            held["layer_types"] = [words.get(kind, kind) for kind in held.get("layer_types", ())]
-            for file in folder.iterdir():
-                if file.name != "config.json":
-                    Path(links, file.name).symlink_to(file.resolve())
-            Path(links, "config.json").write_text(json.dumps(held))
-            yield links
-        return
-    with tempfile.TemporaryDirectory(prefix="ddtree-check-") as folder:
-        own = Path(source, "config.json")
-        held = json.loads(own.read_text()) if own.is_file() else {}
-        if held.get("model_type") != text.model_type:  # the text model is a part of it, or there is none
-            held = text.to_dict()
-        held |= {"dtype": dtype_name(dtype), "torch_dtype": dtype_name(dtype)}
-        held["architectures"] = held.get("architectures") or [loading.class_name(text)]
-        if words := LAYER_WORDS.get(text.model_type):
-            held["layer_types"] = [words.get(kind, kind) for kind in held.get("layer_types", ())]
-        Path(folder, "config.json").write_text(json.dumps(held, default=str))
-        yield folder
+    with tempfile.TemporaryDirectory(prefix="ddtree-check-") as place:
+        config = Path(folder or source, "config.json")
+        data = json.loads(config.read_text()) if config.is_file() else {}
+        if folder is None:
+            if data.get("model_type") != text.model_type:  # the text model is a part of it, or there is none
+                data = text.to_dict()
+            data |= {"dtype": dtype_name(dtype), "torch_dtype": dtype_name(dtype)}
+            data["architectures"] = data.get("architectures") or [loading.class_name(text)]
+        for file in folder.iterdir() if folder else ():
+            if file.name != "config.json":
+                Path(place, file.name).symlink_to(file.resolve())
+        if words:
+            data["layer_types"] = [words.get(kind, kind) for kind in data.get("layer_types", ())]
+        Path(place, "config.json").write_text(json.dumps(data, default=str))
+        yield place
 
 
 def _coarsest(*dtypes: str | None) -> str:

@@ -159,7 +159,7 @@ class Runner:
             "topk": self.topk,
             "fused": self.dtype != torch.float32,
             "graphs": pools.graph_rows(self.model_runner),
-            "reserved": self.reserved(),
+            "reserved": pools.reserved(self.model_runner),
             "state_dtype": None,
             "conv_dtype": None,
         } | pools.state_dtypes(self.model_runner)
@@ -174,10 +174,6 @@ class Runner:
     def parameters(self) -> int:
         """Return how many this rank holds."""
         return sum(weight.numel() for weight in self.model_runner.model.parameters())
-
-    def reserved(self) -> dict[str, dict[str, Any]]:
-        """Return rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`."""
-        return pools.reserved(self.model_runner)
 
     # Passes
 

@@ -351,13 +351,9 @@ class TransformersEngine(BaseEngine):
                 undo.callback(layer.register_forward_pre_hook(lambda *_, index=index: swap.enter(index)).remove)
             for name, adapter in names.items():
                 undo.callback(setattr, *self._place(name), originals[name])
-                setattr(*self._place(name), _bindable(ADAPTERS[adapter], swap))
+                # No partial: it would not become a method where it takes a method's place.
+                setattr(*self._place(name), lambda *args, run=ADAPTERS[adapter], **named: run(swap, *args, **named))
             yield
-
-
-def _bindable(adapter: Callable, swap: Swap) -> Callable:
-    """Return a function, because a partial would not become a method where it takes a method's place."""
-    return lambda *args, **kwargs: adapter(swap, *args, **kwargs)
 
 
 def _resolved(function) -> str:

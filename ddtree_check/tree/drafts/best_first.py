@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 
 from ..draft_tree import COMMITTED, DraftTree
-from ..token_ids import _at_least
+from ..token_ids import at_least
 
 ORDERS = ("heap", "breadth", "depth")
 LARGEST = 1 << 16  # nodes of a tree that is drafted or drawn
@@ -35,9 +35,6 @@ PUBLISHED = {
 }
 
 
-# --- from marginals ---------------------------------------------------------------------------------------------------
-
-
 def best_first(log_probs, budget: int, root: int | None = None, candidates: int | None = None) -> DraftTree:
     """Build DDTree's tree: the `budget` most probable prefixes under a draft that is independent per depth.
 
@@ -55,8 +52,8 @@ def best_first(log_probs, budget: int, root: int | None = None, candidates: int 
     if len(above):
         row, token = above[0]
         raise ValueError(f"best_first: log_probs[{row}, {token}] is {table[row, token]}, expected at most 0")
-    budget = _at_least(1, "best_first: budget", budget)
-    keep = budget if candidates is None else min(budget, _at_least(1, "best_first: candidates", candidates))
+    budget = at_least(1, "best_first: budget", budget)
+    keep = budget if candidates is None else min(budget, at_least(1, "best_first: candidates", candidates))
     offers = [_top(np.minimum(row, 0), keep) for row in table]
 
     tokens, parents = [root], [COMMITTED]

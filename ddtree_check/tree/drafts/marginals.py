@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..token_ids import _at_least, token_ids
+from ..token_ids import at_least, token_ids
 from .best_first import LOWEST, _table, _top
 
 SURPRISED = 3.0  # standard deviations beyond which a draft is wrong about itself: once in 700 runs by chance
@@ -55,8 +55,8 @@ def ngram_marginals(
 
     Raises ValueError for an empty context, ids outside the vocabulary, a length or order below 1, smoothing of 0.
     """
-    length, vocab = _at_least(1, "ngram: length", length), _at_least(1, "ngram: vocab", vocab)
-    order = _at_least(1, "ngram: order", order)
+    length, vocab = at_least(1, "ngram: length", length), at_least(1, "ngram: vocab", vocab)
+    order = at_least(1, "ngram: order", order)
     context = np.array(token_ids("ngram: context", context, vocab))
     if not 0 < smoothing < np.inf:
         raise ValueError(f"ngram: smoothing {smoothing}, expected a finite number above 0")
@@ -96,7 +96,7 @@ def self_marginals(logits, acceptance: float, seed: int, sureness: float | None 
         raise ValueError(f"self_marginals: logits {list(table.shape)}, expected 2 tokens or more, all finite")
     if not 0 <= acceptance <= 1:
         raise ValueError(f"self_marginals: acceptance {acceptance}, expected 0..1")
-    rng = np.random.default_rng(_at_least(0, "self_marginals: seed", seed))
+    rng = np.random.default_rng(at_least(0, "self_marginals: seed", seed))
     miss = rng.random(depths) >= acceptance
     ranks = rng.integers(1, min(8, vocab), size=depths)
 

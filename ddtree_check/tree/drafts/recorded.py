@@ -11,10 +11,8 @@ from ...base.errors import named
 from ...base.files import json_lines
 from ..draft_tree import DraftTree
 from ..formats import is_tree, tree_from_json
-from ..token_ids import _at_least, token_ids
+from ..token_ids import at_least, token_ids
 from .best_first import LOWEST, ROUNDING, best_first
-
-# --- recorded drafts --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Marginals:
 
     def dense(self, vocab: int) -> np.ndarray:
         """Return log probabilities float32 [L, vocab]. Raises ValueError naming an id outside the vocabulary."""
-        table = np.full((len(self.ids), _at_least(1, "marginals: vocab", vocab)), -np.inf, dtype=np.float32)
+        table = np.full((len(self.ids), at_least(1, "marginals: vocab", vocab)), -np.inf, dtype=np.float32)
         for depth, (ids, values) in enumerate(zip(self.ids, self.log_probs, strict=True)):
             table[depth, token_ids(f"marginals: depth {depth + 1}", ids, vocab)] = values
         return table
@@ -111,7 +109,7 @@ def recorded_tree(draft: DraftTree | Marginals, vocab: int, budget: int, root: i
     """
     if isinstance(draft, Marginals):
         return best_first(draft.dense(vocab), budget, root)
-    rows = _at_least(1, "recorded: budget", budget) + 1
+    rows = at_least(1, "recorded: budget", budget) + 1
     tree = DraftTree(draft.tokens[:rows], draft.parents[:rows])
     tree = tree if root is None else tree.with_root(root)
     for node, token in enumerate(tree.tokens):
