@@ -189,9 +189,9 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path, spoil, message):
 def test_bad_steps_and_headers_are_refused(tmp_path):
     trace = TraceWriter(tmp_path / "t", **HEADER)
     for changes, message in (
-        ({r"tokens": [5, 50, 23, 41]}, "tokens\[1\] 50, expected a token id in 0..49"),
+        ({"tokens": [5, 50, 23, 41]}, "tokens: token 1 is 50, expected a token id in 0..49"),
         ({"parents": [-1, 0, 3, 1]}, "node 2 has parent 3"),
-        ({"prompt_tokens": []}, "prompt_tokens is empty"),
+        ({"prompt_tokens": []}, r"prompt_tokens \[\], expected what is committed"),
         ({"id": " "}, "expected a string that is not blank"),
     ):
         step = trace.step(**({"id": "s", "prompt_tokens": PROMPT, "tokens": TOKENS, "parents": PARENTS} | changes))
