@@ -118,16 +118,21 @@ class Checked(Around):
         return self._holder("commit", self._call("commit", verified, node), whole=False)
 
     def contents(self, prefix):
-        held = self._call("contents", prefix)
-        good = isinstance(held, tuple) and len(held) == 2 and isinstance(held[0], int) and isinstance(held[1], list)
-        good = good and all(isinstance(channels, dict) for channels in held[1])
-        good = good and all(isinstance(x, torch.Tensor) for channels in held[1] for x in channels.values())
-        self._expect(good, "contents gave", type(held).__name__, "(tokens, a dict of tensors for each layer)")
-        return held
+        answer = self._call("contents", prefix)
+        good = (
+            isinstance(answer, tuple)
+            and len(answer) == 2
+            and isinstance(answer[0], int)
+            and isinstance(answer[1], list)
+        )
+        good = good and all(isinstance(channels, dict) for channels in answer[1])
+        good = good and all(isinstance(x, torch.Tensor) for channels in answer[1] for x in channels.values())
+        self._expect(good, "contents gave", type(answer).__name__, "(tokens, a dict of tensors for each layer)")
+        return answer
 
     def batches(self):
-        found = self._call("batches")
-        return found if isinstance(found, str) else CheckedBatches(self, found)
+        batches = self._call("batches")
+        return batches if isinstance(batches, str) else CheckedBatches(self, batches)
 
     def exact(self) -> Checked:
         return Checked(self._call("exact"), self.vocab_size, f"{self.name} in float64")
@@ -142,9 +147,9 @@ class Checked(Around):
         if name not in vars(Engine):
             return getattr(self._engine, name)
         default = vars(Engine)[name]
-        own = getattr(self._engine, name, default)
-        if getattr(own, "__func__", own) is not default:
-            return own
+        part = getattr(self._engine, name, default)
+        if getattr(part, "__func__", part) is not default:
+            return part
         return default.__get__(self) if callable(default) else default
 
     @property
@@ -220,15 +225,15 @@ class CheckedBatches:
         return [self._engine._pair("step (batch)", pair) for pair in self._call("step", prefixes, tokens, **how)]
 
     def verify(self, prefixes, trees, wiring, **how) -> list:
-        found = self._call("verify", prefixes, trees, wiring, **how)
+        passes = self._call("verify", prefixes, trees, wiring, **how)
         return [
             self._engine._holder("verify (batch)", verified, tree.n)
-            for verified, tree in zip(found, trees, strict=True)
+            for verified, tree in zip(passes, trees, strict=True)
         ]
 
     def reorder(self, prefixes, order) -> list:
-        found = self._call("reorder", prefixes, order)
-        return [self._engine._holder("reorder (batch)", prefix, whole=False) for prefix in found]
+        moved = self._call("reorder", prefixes, order)
+        return [self._engine._holder("reorder (batch)", prefix, whole=False) for prefix in moved]
 
     def _call(self, name: str, *args, **how) -> list:
         return self._engine._guarded(f"{name} (batch)", lambda: list(getattr(self._batches, name)(*args, **how)))

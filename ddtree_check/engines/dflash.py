@@ -262,8 +262,8 @@ def convolve(rows, fixed, chosen):
     groups = chosen.shape[-1]
     for back in range(len(fixed)):
         earlier = functional.pad(rows, (0, 0, back, 0))[:, : rows.shape[1]]
-        own = chosen[..., back, :].repeat_interleave(rows.shape[-1] // groups, dim=-1)
-        out = out + fixed[back] * earlier + own * earlier
+        kernel = chosen[..., back, :].repeat_interleave(rows.shape[-1] // groups, dim=-1)
+        out = out + fixed[back] * earlier + kernel * earlier
     return out
 
 
@@ -336,10 +336,10 @@ def read_config(source: str) -> Qwen3Config:
 def _files(source: str, name: str) -> list[Path]:
     """Return the safetensors files of a drafter. Raises UsageError."""
     index = _file(source, INDEX)
-    found = {file: _file(source, file) for file in (indexed(Path(index)) if index else ["model.safetensors"])}
-    if absent := [file for file, path in found.items() if path is None]:
+    paths = {file: _file(source, file) for file in (indexed(Path(index)) if index else ["model.safetensors"])}
+    if absent := [file for file, path in paths.items() if path is None]:
         raise unfit(name, f"it has no {absent[0]}", "a checkpoint in safetensors files")
-    return [Path(path) for path in found.values()]
+    return [Path(path) for path in paths.values()]
 
 
 def _file(source: str, name: str) -> str | None:

@@ -41,10 +41,12 @@ class TraceEngine(BaseEngine):
         return cls(read_trace(path))
 
     def describe(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.header.environment.items() if name not in ("engine", "dtype")}
+        environment = {
+            name: value for name, value in self.header.environment.items() if name not in ("engine", "dtype")
+        }
         return {
             "device": "unknown",
-            **own,
+            **environment,
             "engine": self.header.engine,
             "engine_version": self.header.engine_version,
             "dtype": self.trace.dtype,
@@ -61,15 +63,15 @@ class TraceEngine(BaseEngine):
         passes = step.of(mode)
         if not passes:
             return None
-        if len({0 if found.full else found.arrays["top_ids"].shape[1] for found in passes}) > 1:
+        if len({0 if part.full else part.arrays["top_ids"].shape[1] for part in passes}) > 1:
             raise UsageError(f"step {step.id}: {mode} mixes full rows and top k, expected one of them in a mode")
         parts, owner = [], np.full(step.tree.n, -1)
         at = 0
-        for found in passes:
-            taken = [row for row, node in enumerate(found.nodes) if node >= 0 and owner[node] < 0]
-            owner[[found.nodes[row] for row in taken]] = np.arange(at, at + len(taken))
+        for part in passes:
+            taken = [row for row, node in enumerate(part.nodes) if node >= 0 and owner[node] < 0]
+            owner[[part.nodes[row] for row in taken]] = np.arange(at, at + len(taken))
             at += len(taken)
-            parts.append(self._read(step, found, taken))
+            parts.append(self._read(step, part, taken))
         measured = owner >= 0
         if not measured.any():
             return None
@@ -78,18 +80,18 @@ class TraceEngine(BaseEngine):
         in_order = len(where) == at and (where == np.arange(at)).all()
         return whole if in_order else whole[where], measured
 
-    def _read(self, step: Step, found: Pass, rows: Sequence[int]) -> torch.Tensor | TopLogits:
-        if found.full:
-            return tensor(found.arrays["logits"])[rows]
-        ids = torch.from_numpy(found.arrays["top_ids"].read().astype(np.int64))[rows]
+    def _read(self, step: Step, part: Pass, rows: Sequence[int]) -> torch.Tensor | TopLogits:
+        if part.full:
+            return tensor(part.arrays["logits"])[rows]
+        ids = torch.from_numpy(part.arrays["top_ids"].read().astype(np.int64))[rows]
         wrong = (ids < 0) | (ids >= self.vocab_size)
         if wrong.any() or any(len(set(row)) != len(row) for row in ids.tolist()):
             raise UsageError(
-                f"step {step.id}: top_ids of {found.mode} are not distinct ids in 0..{self.vocab_size - 1} in every row"
+                f"step {step.id}: top_ids of {part.mode} are not distinct ids in 0..{self.vocab_size - 1} in every row"
             )
-        lse = found.arrays.get("lse")
+        lse = part.arrays.get("lse")
         return TopLogits(
-            ids, tensor(found.arrays["top_logits"])[rows], None if lse is None else tensor(lse).double()[rows]
+            ids, tensor(part.arrays["top_logits"])[rows], None if lse is None else tensor(lse).double()[rows]
         )
 
     # What a live engine does

@@ -156,12 +156,12 @@ class _Draw:
 
     def rows(self, *size: int) -> torch.Tensor:
         """Draw activations [b, t, *size]."""
-        found = self.numbers(self.case.requests, self.case.steps, *size) * self.inputs.scale
+        values = self.numbers(self.case.requests, self.case.steps, *size) * self.inputs.scale
         if self.inputs.mixed:
-            found = found * 2.0 ** torch.linspace(-4, 4, size[-1], dtype=torch.float64)
+            values = values * 2.0 ** torch.linspace(-4, 4, size[-1], dtype=torch.float64)
         if self.inputs.blank:
-            found[:, 1::2] = 0
-        return found.to(self.dtype)
+            values[:, 1::2] = 0
+        return values.to(self.dtype)
 
     def gates(self, shift: float, *size: int) -> torch.Tensor:
         return (self.numbers(self.case.requests, self.case.steps, *size) + shift).to(self.dtype)
@@ -185,10 +185,10 @@ class _Draw:
         case = self.case
         if not case.forked:
             return None
-        found = torch.zeros(case.requests, case.steps, dtype=torch.int64)
+        parents = torch.zeros(case.requests, case.steps, dtype=torch.int64)
         for request, tree in enumerate(case.trees):
-            found[request, 1 : len(tree)] = torch.tensor(tree.parents[1:])
-        return found
+            parents[request, 1 : len(tree)] = torch.tensor(tree.parents[1:])
+        return parents
 
 
 def _conv(case: Case, draw: _Draw) -> ConvCall:

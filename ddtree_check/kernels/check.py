@@ -113,17 +113,17 @@ def judge(kernel: Callable[[Call], torch.Tensor], call: Call, result: Result) ->
 
 def compare(call: Call, before: Call, out: torch.Tensor | None, result: Result) -> list[Finding]:
     """Return every difference between what a kernel left in `call`, made as `before`, and what it should have."""
-    case, found = result.case, list(_untouched(call, before, out, result))
+    case, findings = result.case, list(_untouched(call, before, out, result))
     if isinstance(call, CommitCall):
-        return found + list(_committed(call, before, result))
+        return findings + list(_committed(call, before, result))
     wanted = before.x if hasattr(before, "x") else before.v
     if not isinstance(out, torch.Tensor) or out.shape != wanted.shape or out.dtype != wanted.dtype:
         got = f"{out.dtype} {list(out.shape)}" if isinstance(out, torch.Tensor) else type(out).__name__
-        found.append(_broken(result, "call", f"returned {got}, expected {wanted.dtype} {list(wanted.shape)}"))
-        return found
+        findings.append(_broken(result, "call", f"returned {got}, expected {wanted.dtype} {list(wanted.shape)}"))
+        return findings
     for request in range(len(case.trees)):
-        found += _request(call, before, out, request, result)
-    return found
+        findings += _request(call, before, out, request, result)
+    return findings
 
 
 def _request(call: Call, before: Call, out: torch.Tensor, request: int, result: Result) -> list[Finding]:
@@ -136,7 +136,7 @@ def _request(call: Call, before: Call, out: torch.Tensor, request: int, result: 
         "output": (out[request, :nodes], right.output, right.output_bound),
         "window" if conv else "state": (call.buffer[row, :nodes], right.state, right.state_bound),
     }
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for part, (got, want, bound) in parts.items():
         origin = "exact: copied inputs" if part == "window" else _origin(case, part)
         error = (got.double().cpu() - want).abs().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -151,21 +151,21 @@ def _request(call: Call, before: Call, out: torch.Tensor, request: int, result: 
                 index = _index(place, share[node].shape)
                 channel = _named(AXES[case.kind, part], index)
                 figures = float(error[node][index]), float(bound[node][index]), origin
-                found.append(Finding(result.kernel, case.id, part, request, node, channel, *figures))
-    if found:
-        first = min(finding.node for finding in found)
+                findings.append(Finding(result.kernel, case.id, part, request, node, channel, *figures))
+    if findings:
+        first = min(finding.node for finding in findings)
         why = _explain(call, before, out, request, first, sources, right, case)
-        found = [replace(finding, reads=why) if finding.node == first else finding for finding in found]
+        findings = [replace(finding, reads=why) if finding.node == first else finding for finding in findings]
     if conv and case.forked:
         want = torch.tensor(case.trees[request].parents)
         got = call.parents[request, :nodes].cpu()
         for node in (1 + torch.nonzero(got[1:] != want[1:]).flatten()).tolist():
             error = float(abs(int(got[node]) - int(want[node])))
             says = f"parent {int(got[node])}, expected {int(want[node])}"
-            found.append(
+            findings.append(
                 Finding(result.kernel, case.id, "parents", request, node, "", error, 0.0, "exact: links", says)
             )
-    return found
+    return findings
 
 
 def _origin(case: Case, part: str) -> str:
@@ -189,8 +189,8 @@ def _explain(call, before, out, request, node, sources, right, case) -> str:
     exact = torch.full_like(state[0], torch.finfo(torch.float64).tiny)
     state_bound = exact if isinstance(call, ConvCall) else right.state_bound[node]
     tell = [(out[request, node], output, right.output_bound[node]), (call.buffer[row, node], state, state_bound)]
-    own = sources[node]
-    expected = "the committed state" if own < 0 else f"node {own}'s state"
+    source = sources[node]
+    expected = "the committed state" if source < 0 else f"node {source}'s state"
     for got, candidates, bound in tell:
         far = ((got.double().cpu() - candidates).abs().nan_to_num(nan=math.inf) / bound).flatten(1).amax(1)
         best = int(far.argmin())
@@ -215,9 +215,11 @@ def _committed(call: CommitCall, before: CommitCall, result: Result) -> Iterator
             for other in range(len(case.trees[request]))
             if torch.equal(got, before.buffer[row, other].to(got.dtype))
         ]
-        held = f"node {same[0]}'s state" if same else "the state before" if torch.equal(got, before.pool[slot]) else ""
+        content = (
+            f"node {same[0]}'s state" if same else "the state before" if torch.equal(got, before.pool[slot]) else ""
+        )
         asked = f"node {node}'s" if node >= 0 else "the state before"
-        reads = f"holds {held}, expected {asked}" if held else ""
+        reads = f"holds {content}, expected {asked}" if content else ""
         place = _index(int(error.argmax()), error.shape)
         channel = f"slot {slot}, {_named(('head', 'v', 'k'), place)}"
         figures = float(error[place]), 0.0, "exact: copied"

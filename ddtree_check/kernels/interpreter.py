@@ -78,8 +78,8 @@ def _bfloat16(interpreter, tl) -> None:
     def binary_op(self, lhs, rhs, op):
         if lhs.dtype.scalar != tl.bfloat16:
             return plain_binary(self, lhs, rhs, op)
-        found = op(wide(lhs).data, wide(rhs).data)
-        return handle(found, tl.int1) if found.dtype == bool else handle(narrowed(found), tl.bfloat16)
+        result = op(wide(lhs).data, wide(rhs).data)
+        return handle(result, tl.int1) if result.dtype == bool else handle(narrowed(result), tl.bfloat16)
 
     def unary_op(self, x, op):
         return narrow(plain_unary(self, wide(x), op)) if x.dtype.scalar == tl.bfloat16 else plain_unary(self, x, op)

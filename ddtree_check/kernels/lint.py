@@ -57,19 +57,19 @@ def lint(
     requests = len(call.slots)
     steps = call.x.shape[1] if hasattr(call, "x") else call.q.shape[1] if hasattr(call, "q") else None
     counts = list(nodes) if nodes is not None else [steps] * requests
-    found = list(_places(call, set(padding), set(live)))
+    problems = list(_places(call, set(padding), set(live)))
     if steps is not None:
-        found += _rows(call, counts, steps)
-        found += _links(call, counts) if isinstance(call, ConvCall) else _parents(call, counts, steps)
+        problems += _rows(call, counts, steps)
+        problems += _links(call, counts) if isinstance(call, ConvCall) else _parents(call, counts, steps)
     if isinstance(call, CommitCall):
         wide = [
             (request, int(node)) for request, node in enumerate(call.nodes) if not -1 <= node < call.buffer.shape[1]
         ]
-        found += [
+        problems += [
             Problem("wide-index", request, None, f"accepted node {node}, expected -1 or 0..{call.buffer.shape[1] - 1}")
             for request, node in wide
         ]
-    return found
+    return problems
 
 
 def _places(call: Call, padding: set[int], live: set[int]) -> Iterator[Problem]:

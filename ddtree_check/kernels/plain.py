@@ -25,11 +25,11 @@ def conv(call: ConvCall) -> torch.Tensor:
         windows: list[torch.Tensor] = []
         for node, parent in enumerate(parents):
             before = call.pool[slot] if parent < 0 else windows[parent]
-            seen = torch.cat([before, call.x[request, node][:, None]], 1)
-            windows.append(seen[:, 1:])
-            y = (seen.float() * call.weight.float()).sum(1) + (0 if call.bias is None else call.bias.float())
+            window = torch.cat([before, call.x[request, node][:, None]], 1)
+            windows.append(window[:, 1:])
+            y = (window.float() * call.weight.float()).sum(1) + (0 if call.bias is None else call.bias.float())
             out[request, node] = torch.nn.functional.silu(y) if call.silu else y
-            call.buffer[row, node] = seen[:, seen.shape[1] - kept :]
+            call.buffer[row, node] = window[:, window.shape[1] - kept :]
     return out
 
 

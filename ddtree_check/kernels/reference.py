@@ -205,9 +205,9 @@ class _Mamba2(_Law):
 def _softplus(raw: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softplus(raw + shift) and its bound: kernels' log(1 + exp(x)) loses what 1 + exp(x) rounds away."""
     x = raw + shift
-    found = torch.logaddexp(x, torch.zeros_like(x))
+    value = torch.logaddexp(x, torch.zeros_like(x))
     grows = torch.sigmoid(x)  # how much of an error in x or exp(x) arrives
-    return found, U * (1 + FAST_LOG + grows * (2 * x.abs() + FUNCTION) + FUNCTION * found)
+    return value, U * (1 + FAST_LOG + grows * (2 * x.abs() + FUNCTION) + FUNCTION * value)
 
 
 def _log_decay(call: DeltaCall, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -156,7 +156,7 @@ class Family:
 
     def describe_layers(self, config) -> tuple[Layer, ...]:
         """Return the layers of one model. Raises Unsupported naming the first layer that has no row here."""
-        found = []
+        layers = []
         for index, kind in enumerate(self.kinds_of(config)):
             if kind not in self.layers:
                 raise Unsupported(
@@ -166,8 +166,8 @@ class Family:
             states = [op.kind for branch in branches for op in branch if isinstance(op, State)]
             attends = any(isinstance(op, Attention) for branch in branches for op in branch)
             named = states[0] if states else "attention" if attends else "short_conv" if branches else kind
-            found.append(Layer(named, branches))
-        return tuple(found)
+            layers.append(Layer(named, branches))
+        return tuple(layers)
 
 
 _HYBRID = {"linear_attention": _gated_delta, "full_attention": _attention}

@@ -225,13 +225,13 @@ def contaminated(plan: Plan, layers: Sequence[Layer]) -> frozenset[int]:
     dirty = np.zeros(plan.tree.n, dtype=bool)
     wrong_position = np.array(plan.positions) != np.array(right.positions)
     for layer in layers:
-        found = dirty.copy()
+        reached = dirty.copy()
         for branch in layer.branches:
             local = dirty.copy()
             for op in branch:
                 local = _spread(op, local, plan, right, wrong_position)
-            found |= local
-        dirty = found
+            reached |= local
+        dirty = reached
     return frozenset(np.flatnonzero(dirty).tolist())
 
 
@@ -247,12 +247,12 @@ def _spread(op: Conv | State | Attention, dirty: np.ndarray, plan: Plan, right: 
                 state[node] |= source != right.state[node] or (source >= 0 and state[source])
             return state
         case Attention(window, positional):
-            seen, should = plan.mask, right.mask
+            view, should = plan.mask, right.mask
             if window is not None:
-                seen, should = (mask & _within(p.positions, window) for mask, p in ((seen, plan), (should, right)))
-            out = (seen != should).any(1) | (seen & dirty).any(1) | dirty
+                view, should = (mask & _within(p.positions, window) for mask, p in ((view, plan), (should, right)))
+            out = (view != should).any(1) | (view & dirty).any(1) | dirty
             if positional:
-                out |= (seen & wrong_position).any(1) | wrong_position
+                out |= (view & wrong_position).any(1) | wrong_position
             return out
     raise TypeError(f"contaminated: {op!r} is none of Conv, State, Attention")
 
@@ -291,6 +291,6 @@ def _gathered(op: Conv | State | Attention, tokens: np.ndarray, plan: Plan) -> n
                     state[node] |= state[source]
             return state
         case Attention(window):
-            seen = plan.mask if window is None else plan.mask & _within(plan.positions, window)
-            return tokens | (seen[:, :, None] & tokens).any(1)
+            view = plan.mask if window is None else plan.mask & _within(plan.positions, window)
+            return tokens | (view[:, :, None] & tokens).any(1)
     raise TypeError(f"reached: {op!r} is none of Conv, State, Attention")

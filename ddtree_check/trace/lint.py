@@ -36,22 +36,22 @@ def lint(path: str | Path) -> list[Finding]:
     if is_trace(path):
         with usage_errors():
             return list(_lint_trace(read_raw(path)))
-    found: list[Finding] = []
-    seen: list[tuple[str, DraftTree, object]] = []
+    findings_of_all: list[Finding] = []
+    trees: list[tuple[str, DraftTree, object]] = []
     for where, value in values_of(Path(path)):
         for rows in rows_of(where, value):
             findings, tree = lint_rows(rows)
-            found += findings
+            findings_of_all += findings
             if tree is not None:
-                seen.append((where, tree, rows.extra.get("prompt_tokens")))
-    return found + list(equal_trees(seen))
+                trees.append((where, tree, rows.extra.get("prompt_tokens")))
+    return findings_of_all + list(equal_trees(trees))
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
 def _lint_trace(files: Sequence[Raw]) -> Iterator[Finding]:
-    seen: list[tuple[str, DraftTree, object]] = []
+    trees: list[tuple[str, DraftTree, object]] = []
     before: DraftTree | None = None
     ids: dict[str, str] = {}
     for raw in files:
@@ -75,17 +75,17 @@ def _lint_trace(files: Sequence[Raw]) -> Iterator[Finding]:
             yield Finding("root-in-prompt", where, f"{says}; expected it in the tree alone")
         strict = True
         for place, entry in enumerate(raw.step["passes"]):
-            found = _lint_pass(raw, f"{where} pass {place}", place, entry, tree, before)
-            strict &= not found
-            yield from found
+            mistakes = _lint_pass(raw, f"{where} pass {place}", place, entry, tree, before)
+            strict &= not mistakes
+            yield from mistakes
         if strict:
             try:
                 parse_step(raw, TraceHeader.from_json(raw.header))
             except ValueError as error:
                 yield Finding("unreadable", where, str(error))
-        seen.append((where, tree, prompt))
+        trees.append((where, tree, prompt))
         before = tree
-    yield from equal_trees(seen)
+    yield from equal_trees(trees)
 
 
 def _root_twice(raw: Raw, tree: DraftTree) -> bool:

@@ -98,12 +98,12 @@ class Stored:
         count = int(np.prod(self.shape, dtype=object)) if self.shape else 1
         try:
             with self.file.open("rb") as file:
-                found = np.fromfile(file, STORED[self.dtype], count, offset=self.at)
+                values = np.fromfile(file, STORED[self.dtype], count, offset=self.at)
         except OSError as error:
             raise UsageError(f"{self.file}: {error.strerror}, expected a readable file") from None
-        if found.size != count:
+        if values.size != count:
             raise UsageError(f"{self.file}: ended early, expected {count} values at byte {self.at}")
-        return found.reshape(self.shape)
+        return values.reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,17 @@ class Step:
     commits: tuple[Committed, ...] = ()
 
     def of(self, mode: str) -> list[Pass]:
-        return [found for found in self.passes if found.mode == mode]
+        return [entry for entry in self.passes if entry.mode == mode]
 
     def order(self, mode: str) -> list[list[int]]:
         """Return the nodes whose rows each pass of a mode is the first to hold, parents before children."""
-        seen: set[int] = set()
-        found = []
-        for one in self.of(mode):
-            fresh = sorted(node for node in one.nodes if node >= 0 and node not in seen)
-            seen |= set(fresh)
-            found += [fresh] if fresh else []
-        return found
+        covered: set[int] = set()
+        order = []
+        for entry in self.of(mode):
+            fresh = sorted(node for node in entry.nodes if node >= 0 and node not in covered)
+            covered |= set(fresh)
+            order += [fresh] if fresh else []
+        return order
 
 
 @dataclass(frozen=True)
@@ -186,11 +186,13 @@ class Trace:
         """Return the coarsest of the dtypes that were computed in and that logits are stored in."""
         stored = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
         order = ("float64", "float32", "float16", "bfloat16")
-        found = {self.header.dtype}
+        names = {self.header.dtype}
         for step in self.steps:
-            for one in step.passes:
-                found |= {stored[array.dtype] for name, array in one.arrays.items() if name in ("logits", "top_logits")}
-        return max(found, key=order.index)
+            for entry in step.passes:
+                names |= {
+                    stored[array.dtype] for name, array in entry.arrays.items() if name in ("logits", "top_logits")
+                }
+        return max(names, key=order.index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,10 +242,10 @@ def _json(what: str, text: bytes | str) -> dict:
     """Return a JSON object; no NaN, no key twice. Raises ValueError naming `what`."""
 
     def once(pairs):
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        value = dict(pairs)
+        if len(value) != len(pairs):
             raise ValueError("a key stands twice in one object")
-        return found
+        return value
 
     def finite(digits):
         if not math.isfinite(float(digits)):
@@ -255,9 +257,9 @@ def _json(what: str, text: bytes | str) -> dict:
             text = text.decode("utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{what}: not UTF-8, expected JSON") from None
-    found = parse_json(text, what, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
-    need(isinstance(found, dict), f"{what}: got", found, "a JSON object")
-    return found
+    value = parse_json(text, what, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
+    need(isinstance(value, dict), f"{what}: got", value, "a JSON object")
+    return value
 
 
 def _whole(value: object) -> bool:
@@ -282,15 +284,15 @@ def _bits(what: str, array) -> tuple[str, np.ndarray]:
     """Return safetensors' dtype and the values, a copy; bfloat16 as its bits. Torch is never imported, only met."""
     array = _host(array)
     if str(getattr(array, "dtype", "")) == "torch.bfloat16":
-        found = array.contiguous().view(sys.modules["torch"].int16).numpy().view("<u2")
-        return "BF16", found.copy()
-    found = np.asarray(array)
-    if found.dtype.name == "bfloat16":  # of ml_dtypes
-        return "BF16", found.view("<u2").copy()
+        values = array.contiguous().view(sys.modules["torch"].int16).numpy().view("<u2")
+        return "BF16", values.copy()
+    values = np.asarray(array)
+    if values.dtype.name == "bfloat16":  # of ml_dtypes
+        return "BF16", values.view("<u2").copy()
     names = {"float64": "F64", "float32": "F32", "float16": "F16"}
-    if found.dtype.name not in names:
-        raise ValueError(f"trace: {what} is {found.dtype}, expected float32, bfloat16, float16 or float64")
-    return names[found.dtype.name], found.astype(STORED[names[found.dtype.name]], copy=True)
+    if values.dtype.name not in names:
+        raise ValueError(f"trace: {what} is {values.dtype}, expected float32, bfloat16, float16 or float64")
+    return names[values.dtype.name], values.astype(STORED[names[values.dtype.name]], copy=True)
 
 
 def widen(dtype: str, bits: np.ndarray) -> np.ndarray:

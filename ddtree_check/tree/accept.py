@@ -94,11 +94,11 @@ def accept_nodes(tree: DraftTree, patterns: Sequence[str]) -> dict[int, str]:
         "branch": [max(aside, key=lambda node: (tree.depth[node], -node))] if aside else [],
         "every": range(len(tree)),
     }
-    found: dict[int, str] = {}
+    nodes: dict[int, str] = {}
     for pattern in patterns:
         for node in named.get(pattern) or ([] if pattern in named else [_path_end(tree, pattern)]):
-            found.setdefault(node, pattern)
-    return found
+            nodes.setdefault(node, pattern)
+    return nodes
 
 
 def is_pattern(pattern: str) -> bool:

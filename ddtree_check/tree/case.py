@@ -90,13 +90,13 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         if not text.strip():
             raise ValueError(f"{path}: empty, expected the text of a prompt")
         return [Prompt(path.stem, text)]
-    prompts, seen = [], set()
+    prompts, ids = [], set()
     for line, data in json_lines(path):
         with named(f"{path}:{line}"):
             prompt = _prompt(data, f"{path.stem}-{line}")
-            if prompt.id in seen:
+            if prompt.id in ids:
                 raise ValueError(f"id {prompt.id!r:.60} twice, expected an id for each")
-            seen.add(prompt.id)
+            ids.add(prompt.id)
             prompts.append(prompt)
     return prompts
 

@@ -38,7 +38,7 @@ class DraftTree:
             raise ValueError("tree: no nodes; expected at least the root")
         if self.parents[0] != COMMITTED:
             raise ValueError(f"tree: node 0 has parent {self.parents[0]}, expected -1; node 0 is the root")
-        seen: dict[tuple[int, int], int] = {}
+        first: dict[tuple[int, int], int] = {}
         for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True)):
             if token is not None and token < 0:
                 raise ValueError(f"tree: node {node} has token {token}, expected a token id >= 0")
@@ -50,7 +50,7 @@ class DraftTree:
                 raise ValueError(
                     f"tree: node {node} has parent {parent}, expected 0..{node - 1}; list parents before children"
                 )
-            twin = seen.setdefault((parent, token), node)
+            twin = first.setdefault((parent, token), node)
             if twin != node:
                 raise ValueError(
                     f"tree: nodes {twin} and {node} are both token {token} under parent {parent}; "
@@ -73,10 +73,10 @@ class DraftTree:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Return the child nodes of each node, ascending."""
-        found: list[list[int]] = [[] for _ in self.tokens]
+        children: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents[1:], start=1):
-            found[parent].append(node)
-        return tuple(map(tuple, found))
+            children[parent].append(node)
+        return tuple(map(tuple, children))
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
@@ -85,19 +85,19 @@ class DraftTree:
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """Return the nodes of each depth, ascending: a parent is always in an earlier level."""
-        found: list[list[int]] = [[] for _ in range(max(self.depth) + 1)]
+        levels: list[list[int]] = [[] for _ in range(max(self.depth) + 1)]
         for node, depth in enumerate(self.depth):
-            found[depth].append(node)
-        return tuple(map(tuple, found))
+            levels[depth].append(node)
+        return tuple(map(tuple, levels))
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes from the root to `node`, both included."""
         if not 0 <= node < len(self):
             raise ValueError(f"tree: path of node {node}, expected 0..{len(self) - 1}")
-        found = [node]
-        while self.parents[found[-1]] != COMMITTED:
-            found.append(self.parents[found[-1]])
-        return tuple(reversed(found))
+        path = [node]
+        while self.parents[path[-1]] != COMMITTED:
+            path.append(self.parents[path[-1]])
+        return tuple(reversed(path))
 
     def path_tokens(self, node: int) -> tuple[int | None, ...]:
         return tuple(self.tokens[step] for step in self.path(node))
@@ -162,10 +162,10 @@ class DraftTree:
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Return the edges from each node to the end of its parent links (any negative parent)."""
-    found: list[int] = []
+    edges: list[int] = []
     for parent in parents:
-        found.append(found[parent] + 1 if parent >= 0 else 0)
-    return found
+        edges.append(edges[parent] + 1 if parent >= 0 else 0)
+    return edges
 
 
 @lru_cache(maxsize=8)

@@ -193,16 +193,18 @@ def lint_rows(rows: Rows) -> tuple[list[Finding], DraftTree | None]:
     if "paths" in rows.extra:
         tree, mistake = _tree_of_paths(rows)
         return rows.findings(mistake), tree
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if rows.parents is None and rows.next_token is not None:
-        found = rows.findings(*_read_links(rows))
+        findings = rows.findings(*_read_links(rows))
     if rows.parents is None:
-        return found, None
+        return findings, None
     tree, mistake = _tree(rows)
-    found += rows.findings(mistake)
-    if tree is not None and not found:  # positions, masks and links of a tree that was guessed at would be guesses too
-        found = check_rows(rows, tree)
-    return found, tree
+    findings += rows.findings(mistake)
+    if (
+        tree is not None and not findings
+    ):  # positions, masks and links of a tree that was guessed at would be guesses too
+        findings = check_rows(rows, tree)
+    return findings, tree
 
 
 def check_rows(rows: Rows, tree: DraftTree) -> list[Finding]:
@@ -285,7 +287,7 @@ def _readings(tokens: list, parents: list) -> Iterator[tuple[str, str, list, lis
         yield "minus-one-is-root", says, tokens, higher
     if len(tokens) != n:
         return
-    tail, many, own = _tail(tokens, parents), parents.count(-1), _own_parents(parents)
+    tail, many, loops = _tail(tokens, parents), parents.count(-1), _own_parents(parents)
     if tail >= 2:
         says = f"the last {tail} rows are one token {tokens[-1]} at parent {parents[-1]}: likely padding; omit them"
         yield "padding-rows", says, tokens[:-tail], parents[:-tail]
@@ -296,7 +298,7 @@ def _readings(tokens: list, parents: list) -> Iterator[tuple[str, str, list, lis
     if many >= 2:
         says = f"{many} nodes have parent -1, the root among them: likely -1 means the root here; expected 0"
         yield "minus-one-is-root", says, tokens, [-1, *(max(parent, 0) for parent in rest)]
-    if parents[0] == 0 and not own:
+    if parents[0] == 0 and not loops:
         yield "root-parent", "the root is its own parent, expected -1", tokens, [-1, *rest]
     if parents[0] in (0, -1):
         says = "every parent is one too high: they count from 1; expected from 0, the root being 0"
@@ -312,7 +314,7 @@ def _own_parents(parents: Sequence[int]) -> list[int]:
 
 def _flaw(tokens: list, parents: list) -> Mistake:
     """Return what is wrong with lists that no reading makes a tree."""
-    n, own, many = len(parents), _own_parents(parents), parents.count(-1)
+    n, loops, many = len(parents), _own_parents(parents), parents.count(-1)
     if len(tokens) != n:
         return "count-mismatch", f"{len(tokens)} tokens and {n} parents, expected one parent for each token"
     for node, parent in enumerate(parents):
@@ -325,8 +327,8 @@ def _flaw(tokens: list, parents: list) -> Mistake:
         if twin != node and tokens[node] is not None:
             says = f"nodes {twin} and {node} are both token {tokens[node]} at parent {parents[node]}, expected one"
             return "duplicate-siblings", f"{says}; a walk takes the first, a mask shows both"
-    if own:
-        return "cycle", f"node {own[0]} is its own parent, expected an earlier node"
+    if loops:
+        return "cycle", f"node {loops[0]} is its own parent, expected an earlier node"
     late = [node for node in range(n) if parents[node] > node]
     if late:
         cyclic = next((node for node in range(n) if _is_cyclic(parents, node)), None)
@@ -490,13 +492,13 @@ def _check_mask(rows: Rows, tree: DraftTree) -> Iterator[Mistake]:
     elif prefix < 0:
         yield "mask-units", f"the mask is {list(mask.shape)}, expected as many columns as rows, or more"
     else:
-        block, right, own = mask[:, prefix:], tree.ancestor_mask, np.eye(n, dtype=bool)
+        block, right, diagonal = mask[:, prefix:], tree.ancestor_mask, np.eye(n, dtype=bool)
         blind = ~mask[:, :prefix].all(1)
         looks = (
             (~right, "mask-inverted", "1 marks what is hidden, expected 1 for what a row sees"),
             (right.T, "mask-transposed", "mask[i, j] tells whether j sees i, expected whether i sees j"),
             (np.tril(np.ones_like(block)), "mask-causal", "every row sees all rows before it, expected its path"),
-            (np.where(own, block, right), "mask-without-self", "rows do not see themselves, expected them to"),
+            (np.where(diagonal, block, right), "mask-without-self", "rows do not see themselves, expected them to"),
         )
         if np.array_equal(block, right):
             if blind.any():
@@ -507,7 +509,7 @@ def _check_mask(rows: Rows, tree: DraftTree) -> Iterator[Mistake]:
                 yield name, says
                 return
         row = int((block != right).any(1).argmax())
-        got, expected = (np.flatnonzero(seen[row]).tolist()[:12] for seen in (block, right))
+        got, expected = (np.flatnonzero(view[row]).tolist()[:12] for view in (block, right))
         yield "mask-of-another-tree", f"row {row} sees {got}, expected {expected}"
 
 

@@ -318,9 +318,7 @@ STRANGE = [
     pytest.param(_header(layers=[["x", 1]]), r"layers\[0\]", id="layers-number"),
     pytest.param(_header(layers=[["x", [1]]]), r"layers\[0\]", id="layers-branch"),
     pytest.param(_step(prompt_tokens="abc"), "prompt_tokens 'abc', expected a list", id="prompt-text"),
-    pytest.param(
-        _step(prompt_tokens=[1, None]), "token 1 is None, expected a token id", id="prompt-null"
-    ),
+    pytest.param(_step(prompt_tokens=[1, None]), "token 1 is None, expected a token id", id="prompt-null"),
     pytest.param(_step(prompt_tokens=[10**30]), "expected a token id in 0..49", id="prompt-huge"),
     pytest.param(_step(tree=[1]), "expected an object with 'tokens' and 'parents'", id="tree"),
     pytest.param(_step(tree={"tokens": [None, 2], "parents": [-1, 0]}), "tokens: token 0 is None", id="root-null"),

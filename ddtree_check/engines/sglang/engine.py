@@ -106,8 +106,8 @@ class SGLangEngine(BaseEngine):
 
         rows: the largest tree, with its root; tp: GPUs; args: SGLang's ServerArgs by name.
         """
-        found = installed()
-        like, seam = find_seam(found)
+        release = installed()
+        like, seam = find_seam(release)
         gpu = _gpu(device, tp)
         if cls._running:
             raise UsageError("engine: this process has started SGLang before; one engine a process, start another")
@@ -128,7 +128,7 @@ class SGLangEngine(BaseEngine):
         )
         size = f": {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB" if parameters else ""
         chosen = checked_args(args or {}, _server_fields())
-        progress(f"starting SGLang {found}{size}")
+        progress(f"starting SGLang {release}{size}")
         with _checkpoint(source, text, weights, wanted) as path:  # what SGLang reads
             settings = server_args(path, weights, wanted, seed, rows, tp) | chosen
             settings |= overrides(text, nested=text is not config and weights == "real", chosen=chosen)
@@ -139,7 +139,7 @@ class SGLangEngine(BaseEngine):
             cls._running = True
             group = Group(start, tp, loud="log_level" in chosen)
         facts = group.runner.facts() | {
-            "sglang": found,
+            "sglang": release,
             "seam": f"{like}: {seam.status}",
             "dtype": dtype_name(wanted),
             "rows": rows,
@@ -281,16 +281,16 @@ def overrides(text, *, nested: bool, chosen: Mapping[str, object]) -> dict[str, 
     SGLang places full attention in Qwen's hybrids by an interval, transformers by a list. Raises Unsupported for a list
     that no interval gives. nested: the checkpoint's text model is a part of it.
     """
-    own = chosen.get("json_model_override_args", {})
-    own = json.loads(own) if isinstance(own, str) else dict(own)
+    values = chosen.get("json_model_override_args", {})
+    values = json.loads(values) if isinstance(values, str) else dict(values)
     kinds = list(getattr(text, "layer_types", None) or ())
     if set(kinds) == {"linear_attention", "full_attention"} and text.model_type.startswith("qwen3"):
         every = kinds.index("full_attention") + 1
         if kinds != ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(len(kinds))]:
             raise Unsupported("SGLang takes one full attention layer in every so many, this model has them elsewhere")
-        found = {"full_attention_interval": every}
-        own = ({"text_config": found} if nested else found) | own
-    return {"json_model_override_args": json.dumps(own)} if own else {}
+        interval = {"full_attention_interval": every}
+        values = ({"text_config": interval} if nested else interval) | values
+    return {"json_model_override_args": json.dumps(values)} if values else {}
 
 
 def checked_args(args: Mapping[str, object], fields: Mapping[str, object] | None) -> dict[str, object]:
@@ -335,8 +335,8 @@ def _parameters(text) -> int:
 
 def _environment(dtype: torch.dtype) -> dict[str, str]:
     """Return what SGLang and Triton read from the environment alone."""
-    found = {"SGLANG_MAMBA_CONV_DTYPE": dtype_name(dtype), "TOKENIZERS_PARALLELISM": "false"}
-    return found | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == torch.float32 else {})
+    variables = {"SGLANG_MAMBA_CONV_DTYPE": dtype_name(dtype), "TOKENIZERS_PARALLELISM": "false"}
+    return variables | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == torch.float32 else {})
 
 
 @contextlib.contextmanager

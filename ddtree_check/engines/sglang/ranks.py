@@ -47,9 +47,9 @@ class Group:
 
     def call(self, name: str, *args) -> Any:
         self._order(name, args, False)
-        found = getattr(self.runner, name)(*args)
+        result = getattr(self.runner, name)(*args)
         self._answers(name)
-        return found
+        return result
 
     def gather(self, name: str, *args) -> list[Any]:
         self._order(name, args, True)
@@ -66,7 +66,7 @@ class Group:
         self.runner.drop(dropped)
 
     def _answers(self, name: str) -> list[Any]:
-        found = []
+        values = []
         for rank, (_, pipe) in enumerate(self._workers, start=1):
             try:
                 error, value = pipe.recv()
@@ -74,8 +74,8 @@ class Group:
                 raise UsageError(f"engine: rank {rank} of SGLang ended during {name}") from None
             if error is not None:
                 raise error
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
     def close(self) -> None:
         """End the other ranks and SGLang's process groups; again does nothing."""
@@ -176,6 +176,6 @@ def muted() -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

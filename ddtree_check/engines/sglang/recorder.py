@@ -188,9 +188,9 @@ class Drafter(Guarded):
             if ahead:
                 at = place * rows
                 context += worker.prev_token_ids[at : at + worker.prev_accept_lens[place]]
-            found = self.script.tree(context, len(req.origin_input_ids), self.turns[req.rid], vocab)
-            self.turns[req.rid] += found is not None
-            trees.append(found)
+            tree = self.script.tree(context, len(req.origin_input_ids), self.turns[req.rid], vocab)
+            self.turns[req.rid] += tree is not None
+            trees.append(tree)
         if len(self.turns) > 100_000:
             self.turns = Counter({req.rid: self.turns[req.rid] for req in batch.reqs})
         drafts(trees, tokens, mask, rows)
@@ -470,9 +470,9 @@ class Recorder(Guarded):
             if done is not None:
                 done.synchronize()
             for name, given in (("chosen_tokens", "next_token_ids"), ("lengths", "accept_lens")):
-                found = getattr(taken.result, given, None)
-                if hasattr(found, "cpu"):
-                    taken.host[name] = found.cpu()
+                array = getattr(taken.result, given, None)
+                if hasattr(array, "cpu"):
+                    taken.host[name] = array.cpu()
             taken.result = None
         host = taken.host
         left = []
@@ -490,13 +490,13 @@ class Recorder(Guarded):
         return left
 
     def _write_step(self, taken: Taken, place: int, text: Sequence[int], length: int) -> None:
-        own = {name: _row(array, place, taken.width) for name, array in taken.host.items() if name in ROWS}
-        tokens, chain = own["tokens"].tolist(), "next_token" not in own
+        rows = {name: _row(array, place, taken.width) for name, array in taken.host.items() if name in ROWS}
+        tokens, chain = rows["tokens"].tolist(), "next_token" not in rows
         if chain:
-            own["next_token"], own["next_sibling"] = np.arange(1, taken.width + 1), np.full(taken.width, -1)
-            own["next_token"][-1] = -1
+            rows["next_token"], rows["next_sibling"] = np.arange(1, taken.width + 1), np.full(taken.width, -1)
+            rows["next_token"][-1] = -1
         try:
-            tree, nodes = tree_of(tokens, own["next_token"].tolist(), own["next_sibling"].tolist())
+            tree, nodes = tree_of(tokens, rows["next_token"].tolist(), rows["next_sibling"].tolist())
         except ValueError as error:
             self._drop("links that make no tree")
             log.warning("ddtree-check: request %s, step %d: %s", taken.reqs[place].rid, taken.step, error)
@@ -523,11 +523,11 @@ class Recorder(Guarded):
         if f"slot{place}" in taken.host:
             source["own_slot"] = int(taken.host[f"slot{place}"][0])
         lists = {
-            "positions": own["positions"].tolist(),
-            **{name: own[f"received_{name}"].tolist() for name in LINKS[:2] if f"received_{name}" in own},
+            "positions": rows["positions"].tolist(),
+            **{name: rows[f"received_{name}"].tolist() for name in LINKS[:2] if f"received_{name}" in rows},
         }
         if about["metadata"]:
-            lists["parents"] = _received(own, taken.width)
+            lists["parents"] = _received(rows, taken.width)
         mask = taken.host.get(f"mask{place}")
         cut = about["mask_lengths"]
         if mask is not None and cut is not None and cut != taken.host["seq_lens"][: len(cut)].tolist():
@@ -546,11 +546,11 @@ class Recorder(Guarded):
             round=about["rounds"][place],
             source=source,
         )
-        found, mode = taken.rows[place], "linear" if chain else "tree_forked"
+        logits, mode = taken.rows[place], "linear" if chain else "tree_forked"
         step.add(
             mode,
-            found[0] if len(found) == 1 else None,
-            top=tuple(map(np.asarray, found)) if len(found) > 1 else None,
+            logits[0] if len(logits) == 1 else None,
+            top=tuple(map(np.asarray, logits)) if len(logits) > 1 else None,
             nodes=nodes,
             width=taken.width,
             mask=mask,
@@ -560,8 +560,8 @@ class Recorder(Guarded):
             step.accept(path, bonus)
         if path is not None and place in taken.states:
             layers = taken.runner.req_to_token_pool.mamba_map
-            held = pools.channels(taken.states.pop(place), layers, about["recurrent"])
-            step.commit(mode, path, {(layer, name): x for layer, own in held.items() for name, x in own.items()})
+            channels = pools.channels(taken.states.pop(place), layers, about["recurrent"])
+            step.commit(mode, path, {(layer, name): x for layer, rows in channels.items() for name, x in rows.items()})
         if step.write():
             self.counts["written"] += 1
         else:
@@ -605,14 +605,14 @@ def tree_of(
             if not 0 < child < rows or child <= row or parents[child] is not None or steps > rows:
                 raise ValueError(f"row {row} links to row {child}, expected a later row of {rows} with no other parent")
             parents[child], child, steps = row, next_sibling[child], steps + 1
-    nodes, kept, seen = [0], [0], set()
+    nodes, kept, taken = [0], [0], set()
     for row in range(1, rows):
         parent = parents[row]
         above = -1 if parent is None else nodes[parent]
-        if above < 0 or (above, tokens[row]) in seen:
+        if above < 0 or (above, tokens[row]) in taken:
             nodes.append(-1)
             continue
-        seen.add((above, tokens[row]))
+        taken.add((above, tokens[row]))
         nodes.append(len(kept))
         kept.append(row)
     return DraftTree(tuple(tokens[row] for row in kept), (-1, *(nodes[parents[row]] for row in kept[1:]))), nodes
@@ -624,12 +624,12 @@ def parents_of_mask(mask: np.ndarray) -> list[int]:
     return [int(row.nonzero()[0][-1]) if row.any() else -1 for row in before]
 
 
-def _received(own: Mapping, width: int) -> list[int]:
+def _received(rows: Mapping, width: int) -> list[int]:
     """Return the parents that the recurrent layers were told; the root's slot is filled, and means nothing.
 
     Without links their kernels go from row to row.
     """
-    parents = own.get("received_parent_token")
+    parents = rows.get("received_parent_token")
     if parents is None:
         return list(range(-1, width - 1))
     return [-1, *(int(parent) for parent in parents[1:])]
@@ -639,10 +639,10 @@ def _accepted(host: Mapping, place: int, width: int, tree: DraftTree, nodes: Seq
     """Return the accepted nodes from the root on and the token after them, or None twice if they are not said."""
     if "index" in host:
         index = [int(row) for row in np.asarray(host["index"][place]) if row >= 0]
-        own = [row - place * width for row in index]
-        if not own or any(not 0 <= row < width or nodes[row] < 0 for row in own):
+        local = [row - place * width for row in index]
+        if not local or any(not 0 <= row < width or nodes[row] < 0 for row in local):
             return None, None
-        return [nodes[row] for row in own], int(host["predict"][index[-1]])
+        return [nodes[row] for row in local], int(host["predict"][index[-1]])
     if "chosen_tokens" not in host or "lengths" not in host:
         return None, None
     length = int(host["lengths"][place])
@@ -669,8 +669,8 @@ def _changed(file: str | None) -> int | None:
 
 
 def _finished(req) -> bool:
-    found = getattr(req, "finished", None)
-    return bool(found() if callable(found) else found)
+    finished = getattr(req, "finished", None)
+    return bool(finished() if callable(finished) else finished)
 
 
 def _rank(worker) -> int:
@@ -681,9 +681,9 @@ def _rank(worker) -> int:
 def _recurrent(backend):
     """Return the backend of the recurrent layers, inside whatever wraps it; None if the model has none."""
     for _ in range(4):
-        found = getattr(backend, "linear_attn_backend", None)
-        if found is not None:
-            return found
+        linear = getattr(backend, "linear_attn_backend", None)
+        if linear is not None:
+            return linear
         backend = next(
             (inner for name in ("primary", "decode_backend") if (inner := getattr(backend, name, None)) is not None),
             None,
@@ -725,8 +725,8 @@ def _capacity(runner) -> list[dict]:
     rows, requests = getattr(args, "speculative_num_draft_tokens", None), getattr(args, "max_running_requests", None)
     if not rows or not requests:
         return []
-    found = needs({str(place): int(rows) - 1 for place in range(int(requests))}, pools.reserved(runner))
-    return [need.to_json() for need in found if need.request in (None, "0")]  # all requests alike: one says it
+    listed = needs({str(place): int(rows) - 1 for place in range(int(requests))}, pools.reserved(runner))
+    return [need.to_json() for need in listed if need.request in (None, "0")]  # all requests alike: one says it
 
 
 def _header(worker, vocab: int) -> dict:

@@ -255,19 +255,19 @@ class Runner:
     def contents(self, text: int) -> list[dict[str, torch.Tensor]]:
         """Return what each layer of the model holds after a text, on this rank: keys and values [length, d], windows
         [inputs, d] with the oldest first, a recurrent state."""
-        held = self.kept[text]
+        kept = self.kept[text]
         keys = self.allocator.get_kvcache()
         recurrent = {}
-        if held.state:
-            recurrent = pools.channels(held.state, self.requests.mamba_map, type(self.recurrent).__name__)
-        found = []
+        if kept.state:
+            recurrent = pools.channels(kept.state, self.requests.mamba_map, type(self.recurrent).__name__)
+        layers = []
         for layer in range(self.model_runner.model_config.num_hidden_layers):
             if layer in recurrent:
-                found.append(recurrent[layer])
+                layers.append(recurrent[layer])
                 continue
             read = {"keys": keys.get_key_buffer, "values": keys.get_value_buffer}
-            found.append({name: buffer(layer)[held.index].flatten(1) for name, buffer in read.items()})
-        return found
+            layers.append({name: buffer(layer)[kept.index].flatten(1) for name, buffer in read.items()})
+        return layers
 
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -342,7 +342,7 @@ class Runner:
     def _in_chunks(self, tokens: Sequence[int], slots: Slots, keep: int) -> torch.Tensor:
         """Run one DECODE, then TARGET_VERIFY along the text in chunks of one width, each committed whole."""
         self._restore(None)
-        found = [self._decode(tokens[0], slots.index[:1])[None]]
+        parts = [self._decode(tokens[0], slots.index[:1])[None]]
         chunk = self.rows
         text = Text(slots.index[:1], (), self._save())
         for at in range(1, len(tokens), chunk):
@@ -351,12 +351,12 @@ class Runner:
             lent = Slots(self.allocator, chunk)
             mask = np.tril(np.ones((n, n), dtype=bool))
             logits = self._verify(text, lent, tuple(part), None, mask, tuple(range(n)))
-            found.append(logits[:n])
+            parts.append(logits[:n])
             if at + chunk < len(tokens):
                 number = self._keep(Pass(text, lent, (tuple(part), None, mask, tuple(range(n)))))
                 text = self.kept[key := self.commit(number, n - 1, range(n))]
                 self.drop((number, key))
-        return torch.cat(found)[-keep:]
+        return torch.cat(parts)[-keep:]
 
     def _verify(self, text: Text, slots: Slots, tokens, links, mask, positions) -> torch.Tensor:
         """Return logits [width, vocabulary]; rows past the tree's are read by none of its rows."""
@@ -434,7 +434,7 @@ class Runner:
             self.model_runner.decode_cuda_graph_runner = None
         try:
             with ieee():
-                found = self.model_runner.forward(batch)
+                output = self.model_runner.forward(batch)
         except torch.cuda.OutOfMemoryError as error:
             raise UsageError(f"memory: no room for {mode} of {len(places)} rows ({one_line(error)})") from error
         except (NotImplementedError, AssertionError, RuntimeError, ValueError) as error:  # whatever kernels object to
@@ -447,10 +447,10 @@ class Runner:
         finally:
             if mode != "TARGET_VERIFY" and runner is not None:
                 self.model_runner.decode_cuda_graph_runner = runner
-        found = getattr(found, "logits_output", found[0] if isinstance(found, tuple) else found)
+        output = getattr(output, "logits_output", output[0] if isinstance(output, tuple) else output)
         # SGLang widens the logits it computed in the model's dtype: this takes nothing away.
         wide = getattr(self.args, "enable_fp32_lm_head", False)
-        return found.next_token_logits.to(torch.float32 if wide else self.dtype, copy=True)
+        return output.next_token_logits.to(torch.float32 if wide else self.dtype, copy=True)
 
 
 def child_links(parents: Sequence[int], rows: int) -> tuple[list[int], list[int]]:

@@ -119,14 +119,14 @@ def _script(data: object) -> Script:
     texts, seed = data.get("texts", []), data.get("seed", 0)
     need(isinstance(texts, list), "texts", texts, "a list")
     need(isinstance(seed, int) and seed >= 0, "seed", seed, "a number of at least 0")
-    found = Script(
+    script = Script(
         tuple(_planned(f"trees[{at}]", entry) for at, entry in enumerate(trees)),
         tuple(_text(f"texts[{at}]", entry) for at, entry in enumerate(texts)),
         seed,
     )
-    if not found.texts and any(tree.tokens is None for tree in found.trees):
+    if not script.texts and any(tree.tokens is None for tree in script.trees):
         raise ValueError('no "texts", expected what the server writes, for trees that say what is to be accepted')
-    return found
+    return script
 
 
 def _text(where: str, entry: object) -> Text:

@@ -94,19 +94,19 @@ def installed() -> str:
         return "unknown"
 
 
-def find_seam(found: str) -> tuple[str, Seam]:
+def find_seam(release: str) -> tuple[str, Seam]:
     """Return the row for a version: its own, or that of the newest version before it, then as 'untested'.
 
     Raises UsageError for one that is older than all rows.
     """
-    if found in SEAMS:
-        return found, SEAMS[found]
+    if release in SEAMS:
+        return release, SEAMS[release]
     try:
-        older = [name for name in SEAMS if Version(name) <= Version(found)]
+        older = [name for name in SEAMS if Version(name) <= Version(release)]
     except InvalidVersion:
         older = list(SEAMS)
     if not older:
-        raise UsageError(f"engine: sglang {found} is installed, expected {min(SEAMS, key=Version)} or newer")
+        raise UsageError(f"engine: sglang {release} is installed, expected {min(SEAMS, key=Version)} or newer")
     name = max(older, key=Version)
     row = SEAMS[name]
     return name, Seam("untested", row.needs, row.ranks, row.mask, row.start)
@@ -138,9 +138,9 @@ def start_mamba(args) -> None:
     """Choose the kernel of Mamba-2's step, as the scheduler does before it captures graphs."""
     for module in ("sglang.kernels.ops.mamba.triton_ops", "sglang.srt.layers.attention.mamba.ops"):
         try:
-            found = getattr(importlib.import_module(module), "initialize_mamba_selective_state_update_backend", None)
+            start = getattr(importlib.import_module(module), "initialize_mamba_selective_state_update_backend", None)
         except ImportError:
             continue
-        if found is not None:
-            found(args)
+        if start is not None:
+            start(args)
             return

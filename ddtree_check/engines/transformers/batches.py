@@ -67,33 +67,33 @@ class Batches:
         mask = torch.tensor(real, device=engine.device) if not real.all() else None
         whole = self.caches.new()
         logits = engine._run(tokens, positions, whole, mask=engine._masks(seen, mask), keep=1)
-        found = []
+        made = []
         for request, prompt in enumerate(prompts):
             columns = []
             for layer in range(len(whole.layers)):
                 kept = self.caches.kept(whole, layer)
                 columns.append(range(max(0, kept - len(prompt)), kept))
             part = self.caches.settle(self.caches.part(whole, request, columns, len(prompt)))
-            found.append(Prefix(part, len(prompt), logits[request, 0]))
-        return found
+            made.append(Prefix(part, len(prompt), logits[request, 0]))
+        return made
 
     def _prefill_right(self, prompts: Sequence[Sequence[int]], longest: int) -> list[Prefix]:
-        found = self.prefill([prompt[:1] for prompt in prompts])
+        made = self.prefill([prompt[:1] for prompt in prompts])
         more = [request for request, prompt in enumerate(prompts) if len(prompt) > 1]
         if more:
             chains = [DraftTree.chain(prompts[request][1:]) for request in more]
-            before = [found[request] for request in more]
+            before = [made[request] for request in more]
             passes = self.verify(before, chains, FORKED, padding="right", rows=longest - 1)
             for request, chain, verified in zip(more, chains, passes, strict=True):
-                found[request] = self.engine.commit(verified, len(chain) - 1)
-        return found
+                made[request] = self.engine.commit(verified, len(chain) - 1)
+        return made
 
     def step(
         self, prefixes: Sequence[Prefix], tokens: Sequence[int], *, padding: str = "left"
     ) -> list[tuple[torch.Tensor, Prefix]]:
         chains = [DraftTree.chain([token]) for token in tokens]
-        found = self.verify(prefixes, chains, None, padding=padding)
-        return [(verified.logits[0], self.engine.commit(verified, 0)) for verified in found]
+        passes = self.verify(prefixes, chains, None, padding=padding)
+        return [(verified.logits[0], self.engine.commit(verified, 0)) for verified in passes]
 
     def verify(
         self,
@@ -120,41 +120,41 @@ class Batches:
 
         def seen(layer, window):
             longest = max(kept[layer])
-            found = np.zeros((len(filled), count, longest + count), dtype=bool)
+            made = np.zeros((len(filled), count, longest + count), dtype=bool)
             for request, (plan, keys) in enumerate(zip(plans.requests, kept[layer], strict=True)):
-                found[request][:, _columns(longest, keys, count, padding)] = visible(plan, keys, window)
-            return found
+                made[request][:, _columns(longest, keys, count, padding)] = visible(plan, keys, window)
+            return made
 
         names = engine._swappable if wiring else engine.family.selects
         with engine._swapped(plans, record, names) if names else contextlib.nullcontext():
             logits = engine._run([tree.tokens for tree in filled], positions, whole, mask=engine._masks(seen))
-        found = []
+        made = []
         for request, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
             n = tree.n
             columns = [_columns(max(keys), keys[request], n, padding) for keys in kept]
             inputs = {
-                layer: {number: x[request : request + 1, :, :n] for number, x in held.items()}
-                for layer, held in record.inputs.items()
+                layer: {number: x[request : request + 1, :, :n] for number, x in rows_by_number.items()}
+                for layer, rows_by_number in record.inputs.items()
             }
             plan, cache = (
                 wiring.plan(tree) if wiring else None,
                 self.caches.part(whole, request, columns, prefix.length + n),
             )
             scans = {layer: Row(scan, request) for layer, scan in record.scans.items()}
-            found.append(Verified(prefix, tree, plan, cache, logits[request, :n], scans, inputs, ends=n == count))
-        return found
+            made.append(Verified(prefix, tree, plan, cache, logits[request, :n], scans, inputs, ends=n == count))
+        return made
 
     def reorder(self, prefixes: Sequence[Prefix], order: Sequence[int]) -> list[Prefix]:
         """Return the requests of one joined cache in another order, by the library's own permutation."""
         whole, kept = self.caches.join([prefix.cache for prefix in prefixes], "left")
         self.caches.reorder(whole, torch.tensor(list(order), device=self.engine.device))
-        found = []
+        moved = []
         for place, request in enumerate(order):
-            own = prefixes[request]
+            before = prefixes[request]
             columns = [_columns(max(keys), keys[request], 0, "left") for keys in kept]
-            part = self.caches.settle(self.caches.part(whole, place, columns, own.length))
-            found.append(Prefix(part, own.length, own.logits))
-        return found
+            part = self.caches.settle(self.caches.part(whole, place, columns, before.length))
+            moved.append(Prefix(part, before.length, before.logits))
+        return moved
 
 
 def _filled(tree: DraftTree, rows: int) -> DraftTree:

@@ -82,11 +82,11 @@ class TransformersEngine(BaseEngine):
         cls, model: str | None, *, mixers: str = "library", args: Mapping[str, object] | None = None, **settings
     ) -> TransformersEngine:
         """Load a model by name, path or hub id; see `loading.load_model`. args: mixers and attention by name."""
-        own = {"mixers": mixers} | dict(args or {})
-        if unknown := own.keys() - {"mixers", "attention"}:
+        options = {"mixers": mixers} | dict(args or {})
+        if unknown := options.keys() - {"mixers", "attention"}:
             raise UsageError(f"engine-arg: got {min(unknown)}, expected mixers=own or attention=eager")
-        mixers = own.pop("mixers")
-        loaded, provenance = loading.load_model(model, **settings, **own)
+        mixers = options.pop("mixers")
+        loaded, provenance = loading.load_model(model, **settings, **options)
         return cls(loaded, mixers=mixers, provenance=provenance)
 
     def exact(self) -> TransformersEngine:
@@ -195,16 +195,16 @@ class TransformersEngine(BaseEngine):
 
     @contextlib.contextmanager
     def watch(self, layers: Sequence[int]) -> Iterator[Watched]:
-        seen = Watched()
+        watched = Watched()
 
         def keep(layer: int, output) -> None:
             rows = output[0] if isinstance(output, tuple) else output
-            seen.outputs[layer] = rows.detach()[0].flatten(1)  # models with several streams a row: side by side
+            watched.outputs[layer] = rows.detach()[0].flatten(1)  # models with several streams a row: side by side
 
         def keep_routes(layer: int, args: tuple) -> None:
             chosen = [x for x in args if isinstance(x, torch.Tensor) and not x.is_floating_point()]
             if chosen:
-                seen.routes[layer] = chosen[0].detach().flatten(0, -2)
+                watched.routes[layer] = chosen[0].detach().flatten(0, -2)
 
         with contextlib.ExitStack() as undo:
             for index, layer in enumerate(self._decoder.layers):
@@ -222,7 +222,7 @@ class TransformersEngine(BaseEngine):
                             with_kwargs=True,
                         )
                         undo.callback(hook.remove)
-            yield seen
+            yield watched
 
     # For a drafter that reads the target
 
@@ -247,13 +247,13 @@ class TransformersEngine(BaseEngine):
         if not self._features:
             yield lambda: None
             return
-        with self.watch(self._features) as seen:
-            yield lambda: torch.cat([seen.outputs[layer].to(self.device) for layer in self._features], dim=-1)
+        with self.watch(self._features) as watched:
+            yield lambda: torch.cat([watched.outputs[layer].to(self.device) for layer in self._features], dim=-1)
 
     def _advance(self, cache: DynamicCache, length: int, token: int) -> torch.Tensor:
         """Decode one token on `cache`, which moves on in place."""
-        own = self.mixers == "own"
-        with self._swapped(_ONE_ROW, None, self.family.calls) if own else contextlib.nullcontext():
+        ours = self.mixers == "own"
+        with self._swapped(_ONE_ROW, None, self.family.calls) if ours else contextlib.nullcontext():
             return self._run([[token]], np.full((1, 1), length), cache)[0, 0]
 
     def _decode_nodes(self, prefix: Prefix, tree: DraftTree) -> torch.Tensor:
@@ -308,8 +308,8 @@ class TransformersEngine(BaseEngine):
             return dict.fromkeys(("full_attention", "linear_attention", *self.family.layers), rows)
         return self._masks(lambda layer, window: visible(plan, self.caches.kept(prefix.cache, layer), window)[None])
 
-    def _masks(self, seen: Callable[[int, int | None], np.ndarray], padding: torch.Tensor | None = None):
-        """Return masks by layer type, or the one that the family takes. seen(layer, window): bool [b, rows, columns],
+    def _masks(self, view: Callable[[int, int | None], np.ndarray], padding: torch.Tensor | None = None):
+        """Return masks by layer type, or the one that the family takes. view(layer, window): bool [b, rows, columns],
         what an attention layer sees; padding: bool [b, rows], False for rows that recurrent layers must pass over."""
         if self.family.mask == "none":
             return padding
@@ -317,18 +317,18 @@ class TransformersEngine(BaseEngine):
         for index, (kind, layer) in enumerate(zip(self._kinds, self.layers, strict=True)):
             ops = [op for branch in layer.branches for op in branch if isinstance(op, Attention)]
             if ops and masks[kind] is None:
-                masks[kind] = self._as_mask(seen(index, ops[0].window))
+                masks[kind] = self._as_mask(view(index, ops[0].window))
         if self.family.mask == "plain":
             return next(mask for mask in masks.values() if mask is not None)
         masks = {self.family.masks.get(kind, kind): mask for kind, mask in masks.items()}
         return {kind: padding if mask is None else mask for kind, mask in masks.items()}
 
-    def _as_mask(self, seen: np.ndarray) -> torch.Tensor:
+    def _as_mask(self, mask: np.ndarray) -> torch.Tensor:
         """Return bool [b, rows, columns] in the form that the model's attention takes, [b, 1, rows, columns]."""
-        seen = torch.tensor(seen, device=self.device)[:, None]
+        mask = torch.tensor(mask, device=self.device)[:, None]
         if self.config._attn_implementation == "eager":
-            seen = torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
-        return seen
+            mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
+        return mask
 
     # The swap
 
@@ -358,6 +358,8 @@ class TransformersEngine(BaseEngine):
 
 def _resolved(function) -> str:
     """Return what a recurrent name really runs: packages such as fla or causal_conv1d take its place without a word."""
-    found = inspect.getclosurevars(inspect.unwrap(function, stop=lambda f: "implementation" in f.__code__.co_freevars))
-    target = found.nonlocals.get("implementation", function)
+    variables = inspect.getclosurevars(
+        inspect.unwrap(function, stop=lambda f: "implementation" in f.__code__.co_freevars)
+    )
+    target = variables.nonlocals.get("implementation", function)
     return f"{target.__module__}.{target.__qualname__}"

@@ -109,7 +109,7 @@ def wanted_dtype(name: str | None, config, dtype: str | None) -> torch.dtype:
 
 def provenance(name: str | None, source: str, text, weights: str, seed: int, parameters: int, needed: int) -> dict:
     """Return where a model came from, for the record. needed: the bytes of its weights."""
-    held = snapshot(source) if weights == "real" else None
+    folder = snapshot(source) if weights == "real" else None
     return {
         "name": name or EMBEDDED,
         "source": source if name and not Path(source).exists() else Path(source).name,
@@ -118,8 +118,8 @@ def provenance(name: str | None, source: str, text, weights: str, seed: int, par
         "parameters": parameters,
         "weights": weights,
         "seed": seed if weights == "random" else None,
-        "revision": held.name if held and held.parent.name == "snapshots" else None,
-        "fingerprint": fingerprint(held) if held else None,
+        "revision": folder.name if folder and folder.parent.name == "snapshots" else None,
+        "fingerprint": fingerprint(folder) if folder else None,
         "bytes": needed,
     }
 
@@ -380,8 +380,8 @@ def snapshot(source: str) -> Path | None:
     """Return the folder that holds a loaded checkpoint: its path, or the hub snapshot, whose name is the revision."""
     if Path(source).is_dir():
         return Path(source)
-    found = cached_file(source, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    return Path(found).parent if found else None
+    file = cached_file(source, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return Path(file).parent if file else None
 
 
 def fingerprint(folder: Path) -> str:

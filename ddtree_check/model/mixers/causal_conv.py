@@ -16,8 +16,8 @@ def step(window, x, weight, bias):
     window [w - 1, d], the last inputs, oldest first; x [d]; weight [d, w]; bias [d].
     Returns the new window and y [d]. Computes in the dtype it is given.
     """
-    seen = torch.cat([window, x[None]])
-    return seen[1:], (seen * weight.T).sum(0) + bias
+    inputs = torch.cat([window, x[None]])
+    return inputs[1:], (inputs * weight.T).sum(0) + bias
 
 
 def tree_form(committed, rows, weight, bias, windows: np.ndarray) -> torch.Tensor:
@@ -29,9 +29,9 @@ def tree_form(committed, rows, weight, bias, windows: np.ndarray) -> torch.Tenso
     Returns [..., d, n] in the dtype of `rows`. bf16 and float16 are summed in float32 and rounded once at the end, as
     the library's own convolution is: without it a tree pass would be many times noisier than a chain.
     """
-    seen = gather(committed, rows, windows)
+    inputs = gather(committed, rows, windows)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    total = (seen.to(wide) * weight.to(wide)[:, None, :]).sum(-1)
+    total = (inputs.to(wide) * weight.to(wide)[:, None, :]).sum(-1)
     if bias is not None:
         total = total + bias.to(wide)[:, None]
     return total.to(rows.dtype)

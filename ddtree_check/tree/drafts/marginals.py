@@ -133,17 +133,17 @@ def _sharpness(shifted: np.ndarray, sureness: float) -> float:
         return float(np.mean([1 / (count * np.exp(x * 10**exponent)).sum() for x, count in coarse])) - sureness
 
     start = _rising_root(roughly)
-    before, found = (start, missed(start)), (start + 1e-5, missed(start + 1e-5))
+    before, point = (start, missed(start)), (start + 1e-5, missed(start + 1e-5))
     for _ in range(6):
-        if abs(found[1]) < 1e-14:
-            return 10 ** found[0]
-        if found[1] == before[1]:
+        if abs(point[1]) < 1e-14:
+            return 10 ** point[0]
+        if point[1] == before[1]:
             break
-        after = found[0] - found[1] * (found[0] - before[0]) / (found[1] - before[1])
+        after = point[0] - point[1] * (point[0] - before[0]) / (point[1] - before[1])
         if not abs(after - start) < 0.1:
             break
-        before, found = found, (after, missed(after))
-    return 10 ** _rising_root(missed) if abs(found[1]) > 1e-12 else 10 ** found[0]
+        before, point = point, (after, missed(after))
+    return 10 ** _rising_root(missed) if abs(point[1]) > 1e-12 else 10 ** point[0]
 
 
 def _rising_root(value: Callable[[float], float]) -> float:

@@ -67,11 +67,11 @@ def load_recorded(path: str | Path) -> list[Recorded]:
 
     Raises ValueError naming the file and the line.
     """
-    found: list[Recorded] = []
+    drafts: list[Recorded] = []
     for line, data in json_lines(path):
         with named(f"{path}:{line}"):
-            found.append(recorded_from_json(data))
-    return found
+            drafts.append(recorded_from_json(data))
+    return drafts
 
 
 def recorded_from_json(data: object) -> Recorded:

@@ -122,12 +122,12 @@ class HybridCaches:
     def part(self, whole, request: int, columns: Sequence[Sequence[int]], length: int):
         """Return one request of a joined cache after `length` tokens; columns [layers][...]: which keys are its."""
         part = self.for_rows(whole)
-        for layer, own in zip(part.layers, columns, strict=True):
+        for layer, keep in zip(part.layers, columns, strict=True):
             for name, value in vars(layer).items():
                 if isinstance(value, dict):
                     setattr(layer, name, {key: _of_request(item, request) for key, item in value.items()})
             if getattr(layer, "keys", None) is not None and layer.keys.numel():
-                index = torch.tensor(list(own), dtype=torch.long, device=layer.keys.device)
+                index = torch.tensor(list(keep), dtype=torch.long, device=layer.keys.device)
                 for name in KEYS:
                     setattr(layer, name, getattr(layer, name)[request : request + 1].index_select(-2, index))
             if getattr(layer, "is_sliding", False):
@@ -144,19 +144,19 @@ class HybridCaches:
 
     def contents(self, cache, layer: int, ops: set[type]) -> dict[str, torch.Tensor]:
         """Return what a layer with these `ops` carries: keys, values [rows, d], windows [columns, d], a state."""
-        held = {}
+        carried = {}
         if Attention in ops:
-            held |= {name: getattr(cache.layers[layer], name)[0].transpose(0, 1).flatten(1) for name in KEYS}
+            carried |= {name: getattr(cache.layers[layer], name)[0].transpose(0, 1).flatten(1) for name in KEYS}
             if getattr(cache.layers[layer], "indexer_keys", None) is not None:
-                held["indexer_keys"] = cache.layers[layer].indexer_keys[0].flatten(1)
+                carried["indexer_keys"] = cache.layers[layer].indexer_keys[0].flatten(1)
         if Conv in ops:
             windows = self.windows(cache, layer).items()
             for number, x in windows:
                 if x is not None:
-                    held[f"conv.{number}" if number else "conv"] = x[0].movedim(-1, 0).flatten(1)
+                    carried[f"conv.{number}" if number else "conv"] = x[0].movedim(-1, 0).flatten(1)
         if State in ops:
-            held["recurrent"] = self.state(cache, layer)[0]
-        return held
+            carried["recurrent"] = self.state(cache, layer)[0]
+        return carried
 
 
 class MiniMaxCaches(HybridCaches):
@@ -195,26 +195,26 @@ class ModuleCaches(HybridCaches):
 
     def fork(self, cache):
         fork = super().fork(cache)
-        fork.held = {layer: {name: _copied(x) for name, x in held.items()} for layer, held in cache.held.items()}
+        fork.held = {layer: {name: _copied(x) for name, x in states.items()} for layer, states in cache.held.items()}
         return fork
 
     @contextlib.contextmanager
     def running(self, cache) -> Iterator[None]:
-        held = cache.held if cache is not None else {}
+        states = cache.held if cache is not None else {}
         for index, block in self._blocks():
-            mine = held.get(index, {"conv1d_state": None, "state": None})
+            mine = states.get(index, {"conv1d_state": None, "state": None})
             block.conv1d_state, block.rg_lru.recurrent_states = mine["conv1d_state"], mine["state"]
         try:
             yield
         finally:
             for index, block in self._blocks():
-                if index in held:
-                    held[index] = {"conv1d_state": block.conv1d_state, "state": block.rg_lru.recurrent_states}
+                if index in states:
+                    states[index] = {"conv1d_state": block.conv1d_state, "state": block.rg_lru.recurrent_states}
                 block.conv1d_state = block.rg_lru.recurrent_states = None
 
     def reorder(self, cache, index: torch.Tensor) -> None:
         super().reorder(cache, index)
-        cache.held = {layer: {name: x[index] for name, x in held.items()} for layer, held in cache.held.items()}
+        cache.held = {layer: {name: x[index] for name, x in states.items()} for layer, states in cache.held.items()}
 
     def windows(self, cache, layer: int):
         return {0: cache.held[layer]["conv1d_state"]}

@@ -25,6 +25,6 @@ def one(swap: Swap, hidden_states, conv_state, weight, bias=None, activation=Non
 def _convolve(swap, committed, rows, weight, bias, activation):
     swap.keep_inputs(rows)
     # In the dtype of the weights, which some models keep in float32; rounded before the activation: as the original.
-    seen, own = committed.to(weight.dtype), rows.to(weight.dtype)
-    out = causal_conv.tree_form(seen, own, weight, bias, swap.plan.windows(weight.shape[-1]))
+    before, inputs = committed.to(weight.dtype), rows.to(weight.dtype)
+    out = causal_conv.tree_form(before, inputs, weight, bias, swap.plan.windows(weight.shape[-1]))
     return (out if activation is None else ACT2FN[activation](out)).to(rows.dtype)

@@ -17,13 +17,13 @@ def along_paths(swap: Swap, module, hidden_states, q_resid, attention_mask, past
     plan's mask lets the node see, and its answer is put back into rows.
     """
     original, rows = swap.originals["Glm5NextTextIndexer.forward"], swap.plan.mask
-    found = []
+    indices = []
     for node in range(len(rows)):
-        one = slice(node, node + 1)
+        row = slice(node, node + 1)
         text = _Text(past_key_values, rows[node, : node + 1])
-        chosen = original(module, hidden_states[:, one], q_resid[:, one], attention_mask[:, one], text).long()
-        found.append(torch.where(chosen >= 0, text.rows[chosen.clamp(min=0)], -1).to(torch.int32))
-    return torch.cat(found, dim=1)
+        chosen = original(module, hidden_states[:, row], q_resid[:, row], attention_mask[:, row], text).long()
+        indices.append(torch.where(chosen >= 0, text.rows[chosen.clamp(min=0)], -1).to(torch.int32))
+    return torch.cat(indices, dim=1)
 
 
 @dataclass(eq=False)

@@ -82,8 +82,8 @@ def _committed(swap):
     state = swap.committed()[0]
     if state.dim() == 2:
         return state, None
-    found = swap.record.scans.get(swap.layer)
-    head = len(found.scans) if found is not None else 0
+    heads = swap.record.scans.get(swap.layer)
+    head = len(heads.scans) if heads is not None else 0
     return state[head], head
 
 

@@ -16,10 +16,10 @@ def block(swap: Swap, module, input_states, position_ids, attention_mask=None, *
     rows = module.linear_x(input_states).transpose(1, 2)
     committed, weight = module.conv1d_state, module.conv_1d.weight[:, 0]
     swap.keep_inputs(rows)
-    seen = causal_conv.gather(committed, rows, swap.plan.windows(weight.shape[-1]))
-    mixed = (seen * weight[:, None]).sum(-1) + module.conv_1d.bias[:, None]
+    window = causal_conv.gather(committed, rows, swap.plan.windows(weight.shape[-1]))
+    mixed = (window * weight[:, None]).sum(-1) + module.conv_1d.bias[:, None]
     if swap.record is None:
-        module.conv1d_state = seen[:, :, -1, 1:].contiguous()
+        module.conv1d_state = window[:, :, -1, 1:].contiguous()
     mixed = module.rg_lru(mixed.transpose(1, 2), position_ids)
     return module.linear_out(mixed * gate), None
 

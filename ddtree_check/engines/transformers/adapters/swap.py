@@ -27,8 +27,8 @@ class Swap:
     def keep_inputs(self, rows: torch.Tensor, number: int | None = None) -> None:
         """Keep the inputs [1, d, n] of one convolution of this layer; without a number, the next in order."""
         if self.record is not None:
-            found = self.record.inputs.setdefault(self.layer, {})
-            found[next(i for i in range(len(found) + 1) if i not in found) if number is None else number] = rows
+            inputs = self.record.inputs.setdefault(self.layer, {})
+            inputs[next(i for i in range(len(inputs) + 1) if i not in inputs) if number is None else number] = rows
 
     def committed(self) -> torch.Tensor:
         """Return the layer's recurrent state before the pass, for functions that are not handed it."""
