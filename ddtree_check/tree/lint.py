@@ -100,7 +100,7 @@ def rows_of(where: str, value: object) -> Iterator[Rows]:
         lists = {**named, "tokens": value.get("node_token_ids"), "depths": value.get("node_depths")}
         _fill(rows, lists, "tokens", "depths", "parents", "accepted")
         rows.tokens = [value.get("root_token"), *(rows.tokens or [])]
-        rows.depths = rows.depths and [0, *rows.depths]
+        rows.depths = None if rows.depths is None else [0, *rows.depths]
         yield rows
     elif "next_token" in named or "next_sibling" in named:
         yield from _link_dump(where, named)
