@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -118,38 +118,15 @@ def self_marginals(logits, acceptance: float, seed: int, sureness: float | None 
 
 
 def _sharpness(shifted: np.ndarray, sureness: float) -> float:
-    """Return the factor (1 / temperature) at which first choices of rows of maximum 0 average `sureness`."""
+    """Return the factor (1 / temperature) at which first choices of rows of maximum 0 average `sureness`.
+
+    It is kept within 1e-8 ... 1e8, for rows with ties at the top or of two tokens.
+    """
+    from scipy.optimize import brentq
 
     def missed(exponent: float) -> float:
         return float(np.mean(1 / np.exp(shifted * 10**exponent).sum(axis=1))) - sureness
 
-    # Every look at all of a large vocabulary costs: the values rounded to 1/64 and counted give a start, which a few
-    # secants make exact; 50 halvings where they do not.
-    steps = np.minimum(np.rint(shifted * -64), 1 << 16).astype(np.int64)
-    counts = [np.bincount(row) for row in steps]
-    coarse = [(np.flatnonzero(count) / -64, count[count > 0]) for count in counts]
-
-    def roughly(exponent: float) -> float:
-        return float(np.mean([1 / (count * np.exp(x * 10**exponent)).sum() for x, count in coarse])) - sureness
-
-    start = _rising_root(roughly)
-    before, point = (start, missed(start)), (start + 1e-5, missed(start + 1e-5))
-    for _ in range(6):
-        if abs(point[1]) < 1e-14:
-            return 10 ** point[0]
-        if point[1] == before[1]:
-            break
-        after = point[0] - point[1] * (point[0] - before[0]) / (point[1] - before[1])
-        if not abs(after - start) < 0.1:
-            break
-        before, point = point, (after, missed(after))
-    return 10 ** _rising_root(missed) if abs(point[1]) > 1e-12 else 10 ** point[0]
-
-
-def _rising_root(value: Callable[[float], float]) -> float:
-    """Return where a rising function of a decimal exponent turns from negative, or an end of -8 ... 8."""
-    low, high = -8.0, 8.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if value(middle) < 0 else (low, middle)
-    return high
+    if missed(-8.0) >= 0:
+        return 1e-8
+    return 10 ** brentq(missed, -8.0, 8.0, xtol=1e-14) if missed(8.0) > 0 else 1e8
