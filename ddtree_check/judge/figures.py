@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..base.files import json_number
 from .exact import CERTIFIED
 
 WORST, CASE, NODE, HOVER, CASES = "worst", "case", "node", "hover", "cases"  # worst nodes, all of a case, one, HTML
@@ -31,7 +30,8 @@ class Column:
     """One figure.
 
     name      its key in the record and its header in CSV, `ar.` for one inside `ar`; None: it is shown, not recorded
-    compute   its JSON value, from an `Outcome` and a node (FACTS), a node and a mode (FIGURES) or a mode (RESULTS)
+    compute   its value, which `json_values` makes JSON's, from an `Outcome` and a node (FACTS), a node and a mode
+              (FIGURES) or a mode (RESULTS)
     views     its look in each view that shows it
     """
 
@@ -44,13 +44,13 @@ def _tree(name: str) -> Callable:
     return lambda outcome, node: getattr(outcome.case.tree, name)[node]
 
 
-def _difference(name: str, number: Callable = json_number) -> Callable:
-    return lambda outcome, node, mode: number(getattr(outcome.differences[mode], name)[node])
+def _difference(name: str) -> Callable:
+    return lambda outcome, node, mode: getattr(outcome.differences[mode], name)[node]
 
 
-def _given(values: Sequence | None, node: int, number: Callable) -> object:
+def _given(values: Sequence | None, node: int) -> object:
     """Return the value of a node; null for a mode that has none, since it could not be judged."""
-    return None if values is None or not len(values) else number(values[node])
+    return None if values is None or not len(values) else values[node]
 
 
 def _count(verdict: str) -> Callable:
@@ -59,9 +59,7 @@ def _count(verdict: str) -> Callable:
 
 def _errors(summary: Callable) -> Callable:
     """Return what computes a figure of all errors of a mode; null where it was not run."""
-    return lambda outcome, mode: (
-        json_number(summary(outcome.differences[mode].max_abs)) if mode in outcome.differences else None
-    )
+    return lambda outcome, mode: summary(outcome.differences[mode].max_abs) if mode in outcome.differences else None
 
 
 def _certified(outcome, mode: str) -> int | None:
@@ -78,22 +76,22 @@ FACTS = (  # of a node
     Column("leaked", _tree("leaked"), {WORST: Look("leaked", "count", 2), CASE: Look("leaked", "count", 1)}),
     Column("clean", lambda outcome, node: node not in outcome.leak.contaminated),
     Column("read_from", lambda outcome, node: outcome.plan.state[node]),
-    Column("rows_since_skip", lambda outcome, node: outcome.plan.rows_since_skip(node)),
+    Column("rows_since_skip", lambda outcome, node: outcome.plan.rows_since_skip[node]),
     Column(
         "ar.argmax",
-        lambda outcome, node: int(outcome.ar.argmax[node]),
+        lambda outcome, node: outcome.ar.argmax[node],
         {CASE: Look("ar token", "token"), NODE: Look("ar chooses", "with margin"), HOVER: Look("ar chooses", "token")},
     ),
     Column(views={CASE: Look("in bits", "bits", 1), HOVER: Look("in bits", "bits")}),
-    Column("ar.margin", lambda outcome, node: json_number(outcome.ar.margin[node]), {HOVER: Look("margin")}),
+    Column("ar.margin", lambda outcome, node: outcome.ar.margin[node], {HOVER: Look("margin")}),
 )
 FIGURES = (  # of a node in a mode
     Column(
         "verdict",
-        lambda outcome, node, mode: _given(outcome.results[mode].verdicts, node, str),
+        lambda outcome, node, mode: _given(outcome.results[mode].verdicts, node),
         {NODE: Look("verdict", "verdict"), HOVER: Look("", "verdict")},
     ),
-    Column("argmax", _difference("run_argmax", int)),
+    Column("argmax", _difference("run_argmax")),
     Column(
         "max_abs",
         _difference("max_abs"),
@@ -101,13 +99,13 @@ FIGURES = (  # of a node in a mode
     ),
     Column(
         "floor",
-        lambda outcome, node, mode: _given(outcome.floors[mode], node, json_number),
+        lambda outcome, node, mode: _given(outcome.floors[mode], node),
         {WORST: Look("floor", "floor"), NODE: Look("floor", "floor")},
     ),
     Column("rms", _difference("rms"), {NODE: Look("rms", spare=1)}),
     Column("kl", _difference("kl"), {NODE: Look("KL", "share"), HOVER: Look("KL")}),
     Column("tv", _difference("tv"), {NODE: Look("TV", "share", 2)}),
-    Column("ar_rank", _difference("ar_rank", int), {NODE: Look("rank of ar's", "count")}),
+    Column("ar_rank", _difference("ar_rank"), {NODE: Look("rank of ar's", "count")}),
     Column(views={WORST: Look("margin", "margin", 1)}),
     Column(
         views={
@@ -144,7 +142,7 @@ def entry(table: Sequence[Column], outcome, *at) -> dict:
     return values
 
 
-def value(entry: Mapping, name: str, missing: object = None) -> object:
-    """Return a recorded figure, or `missing` where the record is older than the column."""
-    group, _, key = name.rpartition(".")
-    return (entry.get(group, {}) if group else entry).get(key, missing)
+def values(entry: Mapping, names: Sequence[str | None], missing: object = None) -> list:
+    """Return recorded figures by name, `missing` where the record is older than the column, None for no name."""
+    parts = [(name or "").rpartition(".") for name in names]
+    return [(entry.get(group, {}) if group else entry).get(key, missing) if key else None for group, _, key in parts]

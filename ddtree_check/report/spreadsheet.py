@@ -19,6 +19,6 @@ def render_nodes(record: dict, cases: Sequence[dict], place: int | None = None) 
     writer.writerow(["case", *facts, *(f"{mode}.{name}" for mode in modes for name in names)])
     for case in cases:
         for node in case["nodes"] if place is None else [case["nodes"][place]]:
-            row = [figures.value(node.get(mode, {}), name) for mode in modes for name in names]
-            writer.writerow([case["id"], *(figures.value(node, name) for name in facts), *row])
+            row = [figure for mode in modes for figure in figures.values(node.get(mode, {}), names)]
+            writer.writerow([case["id"], *figures.values(node, facts), *row])
     return text.getvalue().removesuffix("\n")
