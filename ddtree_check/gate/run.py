@@ -326,14 +326,11 @@ def _freeze(config: Config, night: dict, records: Sequence[dict | None], earlier
 def _report(config: Config, night: dict, records: Sequence[dict | None], earlier: Sequence[Night]) -> None:
     """gate.json, JUnit XML, Markdown and HTML, each whole; Markdown goes to GitHub's page as well."""
     summary = nightly.render(night)
-    past = [
-        (n.started, {name: (c.verdict, c.seconds, dict(c.metrics)) for name, c in n.cells.items()}) for n in earlier
-    ]
     with usage_errors():
         write_text(config.out / "gate.json", json.dumps(night, allow_nan=False) + "\n")
         write_text(config.out / "junit.xml", junit.render(night))
         write_text(config.out / "summary.md", summary + "\n")
-        write_text(config.out / "report.html", html.render_gate(night, records, past))
+        write_text(config.out / "report.html", html.render_gate(night, records, earlier))
     if page := os.environ.get(STEP_SUMMARY):
         try:
             with open(page, "a", encoding="utf-8") as file:

@@ -29,7 +29,10 @@ def render(night: dict) -> str:
     )
     bad = [cell for cell in night["cells"] if cell["verdict"] != "pass"]
     if bad:
-        rows = [(plain(cell["name"]), cell["verdict"], _why(cell), plain(cell["command"])) for cell in bad]
+        rows = [
+            (plain(cell["name"]), cell["verdict"], "; ".join(whys(cell)) or "see the record", plain(cell["command"]))
+            for cell in bad
+        ]
         parts.append(table(Table("What is not green", ("case", "verdict", "why", "again"), rows)))
     parts += [escaped(plain(note)) for note in night["notes"] if not note.startswith("drift: ")]  # they stand above
     rows = [
@@ -47,9 +50,10 @@ def render(night: dict) -> str:
     return "\n\n".join(parts)
 
 
-def _why(cell: dict) -> str:
-    words = [cell["reason"]] if cell["reason"] else []
-    return plain("; ".join([*words, *map(drift_text, cell["drifts"]), *where_texts(cell)]) or "see the record")
+def whys(cell: dict) -> list[str]:
+    """Return what is wrong with a cell: its reason, its drifts, and where its faults enter."""
+    reasons = [cell["reason"]] if cell["reason"] else []
+    return [plain(text) for text in (*reasons, *map(drift_text, cell["drifts"]), *where_texts(cell))]
 
 
 def where_texts(cell: dict) -> list[str]:
