@@ -8,8 +8,8 @@
     ```json reader=NAME   is read by that reader of ours (READERS); toml and jsonl likewise. file=NAME writes it as well
     ```text               a drawing, a formula or a list: holds no command
 
-In what is shown "..." stands for anything, lines too that continue a sentence. A number with an exponent is rounding noise and matches any such number;
-other numbers with a point must agree within 5 %.
+In what is shown "..." stands for anything, lines too that continue a sentence. A number with an exponent is rounding
+noise and matches any such number; other numbers with a point must agree within 5 %.
 """
 
 from __future__ import annotations
