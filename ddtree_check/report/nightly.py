@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from ..base.words import counted
+from ..judge.figures import METRICS, NIGHT
 from .layout import Table
 from .markdown import escaped, table
 from .text import number, plain
 
 LAST = 7  # nights whose verdicts stand in a row
-FIGURES = (  # metrics that a table has room for
-    ("tree_forked.max_abs", "forked |Δ|"),
-    ("unforked.near_moved", "near moved"),
-    ("tree_forked.accepted", "accepted"),
-)
+TRENDS = {  # metric -> header
+    column.name.format("tree_forked"): column.views[NIGHT].header for column in METRICS if NIGHT in column.views
+}
 
 
 def render(night: dict) -> str:
@@ -41,11 +40,11 @@ def render(night: dict) -> str:
             cell["verdict"],
             " ".join([*cell["nights"][-LAST:], cell["verdict"]]),
             f"{cell['seconds']:.1f}",
-            *(trend_text(cell["metrics"].get(name)) for name, _ in FIGURES),
+            *(trend_text(cell["metrics"].get(name)) for name in TRENDS),
         )
         for cell in night["cells"]
     ]
-    headers = ("case", "verdict", "last nights", "seconds", *(title for _, title in FIGURES))
+    headers = ("case", "verdict", "last nights", "seconds", *TRENDS.values())
     parts.append(table(Table("Cases (a figure: now, and the median of the earlier nights)", headers, rows)))
     return "\n\n".join(parts)
 
