@@ -298,8 +298,9 @@ class _Run:
         """Tell nodes whose row is wrong from those whose row any other order, or the row's own place, would move.
 
         A draw makes the tree, the tree in random orders, and the paths as chains. A node that never equals its chain
-        at its own place is a defect once chance is excluded twice: by how often it does at other places, and by how
-        often other nodes do in its place, where the last row of a tile may be computed by other instructions.
+        at its own place is a defect once chance is excluded by how often it does at others. Where other nodes in its
+        place do not equal theirs either, the place may be computed by other instructions, as the last row of a tile
+        is: then it is a defect only if the first layers are equal.
         """
         tree, left = self.tree, {node: (Tally(), Tally(), Tally()) for node in nodes}
         for _ in range(MOST):
@@ -325,11 +326,14 @@ class _Run:
                     self.equal[node] += Tally(int(not differ(here[node], chains[node])), 1)
                 left[node] = at_home, away, others
             for node, (at_home, away, others) in list(left.items()):
-                beyond = all(chance(at_home, tally) < CHANCE for tally in (away, others))
-                usual = any(tally.of >= SOON and 2 * tally.count > tally.of for tally in (away, others))
-                if beyond or usual or at_home.count < at_home.of:
-                    layer, kind = self.first_layer_moved(node) if beyond else (None, None)
-                    self.moved_elsewhere[node] = _equal(away), _equal(others), layer, kind, beyond
+                beyond, kin = (chance(at_home, tally) < CHANCE for tally in (away, others))
+                entries = self.entries(node) if beyond and (kin or others.of >= SOON) else []
+                if not kin and entries:  # other arithmetic shows in every layer, from the first on
+                    beyond = (entries[0][0] or 0) > 0
+                often = away.of >= SOON and 2 * away.count > away.of
+                if entries or often or at_home.count < at_home.of:
+                    layer, kind = entries[LAYERS // 2] if entries and beyond else (None, None)
+                    self.moved_elsewhere[node] = _equal(away), _equal(others), layer, kind, bool(entries) and beyond
                     del left[node]
         for node, (_, away, others) in left.items():
             self.moved_elsewhere[node] = _equal(away), _equal(others), None, None, False
@@ -406,13 +410,13 @@ class _Run:
                 return layer, self.engine.layers[layer].kind if layer >= 0 else None
         return None, None
 
-    def first_layer_moved(self, node: int) -> tuple[int | None, str | None]:
-        """Return the first layer whose output differs from the chain's, the middle one of a few draws."""
+    def entries(self, node: int) -> list[tuple[int | None, str | None]]:
+        """Return the first layers whose outputs differ from the chain's in a few draws, in order; -1: the input."""
         path, entries = self.tree.path(node), []
         for _ in range(LAYERS):
             fresh = self.retoken()
             entries.append(self.first_layer((fresh, node), (front_chain(fresh, path), len(path) - 1)))
-        return sorted(entries, key=lambda entry: -1 if entry[0] is None else entry[0])[LAYERS // 2]
+        return sorted(entries, key=lambda entry: -1 if entry[0] is None else entry[0])
 
     # All else that must not matter
 

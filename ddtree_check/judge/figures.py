@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .exact import CERTIFIED
+from .nodes import judged_as
+from .rule import EXACT
 
 WORST, CASE, NODE, HOVER, CASES = "worst", "case", "node", "hover", "cases"  # worst nodes, all of a case, one, HTML
+NIGHT = "night"  # cells of the gate
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,100 @@ RESULTS = (  # of a mode in a case
     Column("max_abs", _errors(np.max), {CASES: Look("max |Δ|")}),
     Column("median_abs", _errors(np.median), {CASES: Look("median |Δ|", spare=3)}),
 )
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a whole record. value: None if it is not finite; unit: the smallest step that means anything;
+    noise: only more of it is bad."""
+
+    value: float | None
+    unit: float
+    noise: bool = False
+
+
+def _share(count: float, of: int) -> Metric | None:
+    return Metric(count / of, 1 / of) if of else None
+
+
+def _noise(record: Mapping, mode: str, errors: Sequence[float | None]) -> Metric | None:
+    """Return the largest error, its unit the least floor of the mode; None where nothing was judged."""
+    floors = [node[mode]["floor"] for case in record["cases"] for node in case["nodes"]]
+    floors = [floor for floor in floors if floor is not None]
+    return Metric(None if None in errors else max(errors), min(floors), True) if floors else None
+
+
+def _of_cases(record: Mapping, mode: str, name: str) -> list:
+    return [case["modes"][mode][name] for case in record["cases"]]
+
+
+def _ties(record: Mapping, mode: str) -> Metric | None:
+    nodes = [node for case in record["cases"] for node in case["nodes"]]
+    judged = any(node[mode]["floor"] is not None for node in nodes)
+    return _share(sum(_of_cases(record, mode, "tie")), len(nodes)) if judged else None
+
+
+def _accepted(record: Mapping, mode: str) -> Metric | None:
+    counts = [case["acceptance"][mode]["accepted"] for case in record["cases"] if mode in case["acceptance"]]
+    return _share(sum(counts), len(counts))
+
+
+def _by_mode(metric: Callable, *modes: str) -> Callable:
+    return lambda record: {mode: metric(record, mode) for mode in modes}
+
+
+def _by_round(count: Callable[[Mapping], float]) -> Callable:
+    """Return what computes a figure of the rounds of every mode, a round."""
+    return lambda record: {
+        mode: _share(count(entry), entry["rounds"])
+        for mode, entry in (record.get("rounds") or {}).get("summary", {}).items()
+    }
+
+
+def _certified_share(record: Mapping) -> dict:
+    """Return the share of certified nodes; rounding alone decides it in a dtype whose floors find every fault."""
+    exact = record.get("exact")
+    coarse = judged_as(record["environment"]) not in EXACT
+    return {"": _share(exact["certified"], exact["nodes"])} if exact and coarse else {}
+
+
+METRICS = (  # of a record, which nights are held against: compute gives a Metric for each part that completes the name
+    Column(
+        "{}.max_abs",
+        _by_mode(
+            lambda record, mode: _noise(record, mode, _of_cases(record, mode, "max_abs")), "linear", "tree_forked"
+        ),
+        {NIGHT: Look("forked |Δ|")},
+    ),
+    Column("{}.ties", _by_mode(_ties, "linear", "tree_forked")),
+    Column(
+        "control.{}",
+        lambda record: {
+            name: _noise(record, "tree_forked", [error]) for name, error in record["floor"]["controls"].items()
+        },
+    ),
+    Column(
+        "unforked.near_moved",
+        lambda record: {"": _share(record["coverage"]["near_moved"], record["coverage"]["near"])},
+        {NIGHT: Look("near moved")},
+    ),
+    Column("exact.certified", _certified_share, {NIGHT: Look("certified")}),
+    Column(
+        "unforked.flipped",
+        lambda record: {"": _share(record["leakage"]["flipped"], record["leakage"]["contaminated"])},
+    ),
+    Column(
+        "{}.accepted", _by_mode(_accepted, "ar", "linear", "tree_forked", "tree_unforked"), {NIGHT: Look("accepted")}
+    ),
+    Column("rounds.{}.off", _by_round(lambda entry: entry["off"])),
+    Column("rounds.{}.moved", _by_round(lambda entry: entry["moved_per_round"] * entry["rounds"])),
+)
+
+
+def metrics(record: Mapping) -> dict[str, Metric]:
+    """Return the metrics of a record by name, without what it does not have."""
+    computed = {column.name: column.compute(record).items() for column in METRICS}
+    return {name.format(key): metric for name, parts in computed.items() for key, metric in parts if metric is not None}
 
 
 def names(table: Sequence[Column]) -> list[str]:

@@ -89,7 +89,9 @@ def cells(view: str, table: Sequence[Column], entry: Mapping, place: Place) -> l
     ]
 
 
-def phrases(view: str, table: Sequence[Column], entry: Mapping, place: Place) -> list[str]:
+def phrases(view: str, table: Sequence[Column], entry: Mapping, place: Place, between: str = " ") -> list[str]:
     """Return the cells of a view, each after its header."""
     row = cells(view, table, entry, place)
-    return [f"{look.header} {cell}".strip() for look, cell in zip(looks(view, table), row, strict=True)]
+    return [
+        between.join(filter(None, [look.header, str(cell)])) for look, cell in zip(looks(view, table), row, strict=True)
+    ]

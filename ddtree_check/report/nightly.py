@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from ..base.words import counted
+from ..judge.figures import METRICS, NIGHT
 from .layout import Table
 from .markdown import escaped, table
 from .text import number, plain
 
 LAST = 7  # nights whose verdicts stand in a row
-FIGURES = (  # metrics that a table has room for
-    ("tree_forked.max_abs", "forked |Δ|"),
-    ("exact.certified", "certified"),
-    ("unforked.near_moved", "near moved"),
-    ("tree_forked.accepted", "accepted"),
-)
+TRENDS = {  # metric -> header
+    column.name.format("tree_forked"): column.views[NIGHT].header for column in METRICS if NIGHT in column.views
+}
 
 
 def render(night: dict) -> str:
@@ -30,7 +28,10 @@ def render(night: dict) -> str:
     )
     bad = [cell for cell in night["cells"] if cell["verdict"] != "pass"]
     if bad:
-        rows = [(plain(cell["name"]), cell["verdict"], _why(cell), plain(cell["command"])) for cell in bad]
+        rows = [
+            (plain(cell["name"]), cell["verdict"], "; ".join(whys(cell)) or "see the record", plain(cell["command"]))
+            for cell in bad
+        ]
         parts.append(table(Table("What is not green", ("case", "verdict", "why", "again"), rows)))
     parts += [escaped(plain(note)) for note in night["notes"] if not note.startswith("drift: ")]  # they stand above
     rows = [
@@ -39,18 +40,19 @@ def render(night: dict) -> str:
             cell["verdict"],
             " ".join([*cell["nights"][-LAST:], cell["verdict"]]),
             f"{cell['seconds']:.1f}",
-            *(trend_text(cell["metrics"].get(name)) for name, _ in FIGURES),
+            *(trend_text(cell["metrics"].get(name)) for name in TRENDS),
         )
         for cell in night["cells"]
     ]
-    headers = ("case", "verdict", "last nights", "seconds", *(title for _, title in FIGURES))
+    headers = ("case", "verdict", "last nights", "seconds", *TRENDS.values())
     parts.append(table(Table("Cases (a figure: now, and the median of the earlier nights)", headers, rows)))
     return "\n\n".join(parts)
 
 
-def _why(cell: dict) -> str:
-    words = [cell["reason"]] if cell["reason"] else []
-    return plain("; ".join([*words, *map(drift_text, cell["drifts"]), *where_texts(cell)]) or "see the record")
+def whys(cell: dict) -> list[str]:
+    """Return what is wrong with a cell: its reason, its drifts, and where its faults enter."""
+    reasons = [cell["reason"]] if cell["reason"] else []
+    return [plain(text) for text in (*reasons, *map(drift_text, cell["drifts"]), *where_texts(cell))]
 
 
 def where_texts(cell: dict) -> list[str]:

@@ -56,23 +56,13 @@ def _measure_families(chosen: list[str] | None, dtype: str, device: str) -> int:
             if show:
                 show(place, len(names), name)
             found.append(survey(name, dtype=dtype, device=device))
-    rows = [
-        (
-            row["family"],
-            ", ".join(f"{count} {kind}" for kind, count in row["layers"].items()),
-            row["modes"]["linear"],
-            row["modes"]["tree_forked"],
-            number(row["forked"]),
-            number(row["unforked"]),
-            f"{row['flips']}/{row['nodes']}",
-            ", ".join(row["channels"]),
-            row["exit_code"],
-        )
-        for row in found
-    ]
-    headers = (
-        "family", "layers", "linear", "forked", "forked |Δ|", "unforked |Δ|", "flips", "leaks by", "exit",
-    )  # fmt: skip
+    rows = []
+    for row in found:
+        layers = ", ".join(f"{count} {kind}" for kind, count in row["layers"].items())
+        modes = [row["modes"][mode] for mode in ("linear", "tree_forked")]
+        sizes, flips = [number(row["forked"]), number(row["unforked"])], f"{row['flips']}/{row['nodes']}"
+        rows.append((row["family"], layers, *modes, *sizes, flips, ", ".join(row["channels"]), row["exit_code"]))
+    headers = ("family", "layers", "linear", "forked", "forked |Δ|", "unforked |Δ|", "flips", "leaks by", "exit")
     title = (
         f"Families at a small shape, random weights, {dtype}, {device}, one drawn tree; |Δ| is the largest of a node"
     )
@@ -85,32 +75,19 @@ def _model_tables() -> Iterator[Table]:
     from ...engines.sglang.seams import SEAMS
     from ...model.families import ALIASES, FAMILIES
 
-    names = [
-        (
-            name,
-            alias.hub_id,
-            FAMILIES[alias.model_type].title,
-            alias.shape["num_hidden_layers"] if alias.shape else "",
-            "built in" if alias.shape else "needs the hub",
-        )
-        for name, alias in ALIASES.items()
-    ]
+    names = []
+    for name, alias in ALIASES.items():
+        layers, where = (alias.shape["num_hidden_layers"], "built in") if alias.shape else ("", "needs the hub")
+        names.append((name, alias.hub_id, FAMILIES[alias.model_type].title, layers, where))
     yield Table(
         "Names for --model", ("name", "hub id", "family", "layers", "shape for --weights random"), names, ("family",)
     )
     rows = []
     for family in FAMILIES.values():
         kinds = sorted({stand_in.removesuffix("_update") for stand_in in family.calls.values()} - {"training_only"})
-        rows.append(
-            (
-                family.model_type,
-                family.title,
-                ", ".join(family.layers),
-                " + ".join(kinds) or "none",
-                ", ".join(["transformers", *SHOWN.get(IN_SGLANG.get(family.model_type), ())]),
-                ", ".join(family.examples),
-            )
-        )
+        engines = ", ".join(["transformers", *SHOWN.get(IN_SGLANG.get(family.model_type), ())])
+        parts = (", ".join(family.layers), " + ".join(kinds) or "none", engines, ", ".join(family.examples))
+        rows.append((family.model_type, family.title, *parts))
     headers = ("model type", "family", "layer types", "recurrent", "engines", "for example")
     yield Table(
         "Families: any checkpoint of these model types, by path or hub id",

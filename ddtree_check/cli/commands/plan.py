@@ -105,16 +105,5 @@ def _count(short: list[tuple[int, Need]], found: list[tuple[int, list[Need]]]) -
 
 
 def _record(budgets, buffers, found, code: int) -> dict:
-    return {
-        "schema": SCHEMA,
-        "budgets": list(budgets),
-        "reserved": buffers,
-        "batches": [
-            {
-                "requests": size,
-                "needs": [need.to_json() for need in each],
-            }
-            for size, each in found
-        ],
-        "exit_code": int(code),
-    }
+    parts = [{"requests": size, "needs": [need.to_json() for need in each]} for size, each in found]
+    return {"schema": SCHEMA, "budgets": list(budgets), "reserved": buffers, "batches": parts, "exit_code": int(code)}
