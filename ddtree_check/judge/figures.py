@@ -85,8 +85,8 @@ FACTS = (  # of a node
         lambda outcome, node: outcome.ar.argmax[node],
         {CASE: Look("ar token", "token"), NODE: Look("ar chooses", "with margin"), HOVER: Look("ar chooses", "token")},
     ),
-    Column(views={CASE: Look("in bits", "bits", 1), HOVER: Look("in bits", "bits")}),
     Column("ar.margin", lambda outcome, node: outcome.ar.margin[node], {HOVER: Look("margin")}),
+    Column(views={CASE: Look("in bits", "bits", 1), HOVER: Look("in bits", "bits")}),
 )
 FIGURES = (  # of a node in a mode
     Column(

@@ -181,7 +181,7 @@ def test_the_verdict_of_a_tree():
     assert exact(right).verdict == "pass" and exact(right).reason == "1 node certified"
     assert exact(right, stays).verdict == "open"
     assert exact(right, stays).reason == (
-        "1 of 2 nodes not certified: node 1 equals its path as a chain in 0 of 4 draws, and in 1 of 6 where it stands "
+        "1 of 2 nodes not certified: node 1 equals its path as a chain in 0 of 4 draws, in 1 of 6 where it stands "
         "elsewhere"
     )
     off = exact(right, stays, replace(wrong, reads=(), through=0), wrong)

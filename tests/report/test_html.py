@@ -88,7 +88,7 @@ def test_hovering_has_every_figure_of_a_node():
     text = trace(figure, "nodes")["hovertext"][3].split("<br>")
     assert text[0].startswith("node: 3, token: ") and text[0].endswith(", parent: 1, depth: 2")
     assert text[1] == "read by tree_unforked: 2, foreign tokens: 1, state: contaminated"
-    assert text[2] == "ar chooses: 17, margin: 1.5"
+    assert text[2] == "ar chooses: 17, margin: 1.5, in bits: -"
     assert text[5] == "tree_unforked: flip, |Δ|: 7 (floor 0.0001), KL: 0.7, chooses: 'a|b'"
 
 
