@@ -43,13 +43,13 @@ NEEDED = {  # keys that the views rely on
 
 
 def write_record(path: str | Path, record: dict) -> None:
-    """Writes the record as JSON, whole or not at all. Raises UsageError if the file cannot be written."""
+    """Write the record as JSON, whole or not at all. Raises UsageError if the file cannot be written."""
     with usage_errors():
         write_text(path, json.dumps(record, allow_nan=False) + "\n")
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises UsageError, before a long run, if `write_record` could not write there."""
+    """Raise UsageError, before a long run, if `write_record` could not write there."""
     with usage_errors():
         files.check_writable(path)
 
@@ -107,7 +107,7 @@ def _check(record: object, path: str, rounds: bool) -> None:
 
 
 def _same_nodes(nodes: list[dict], tree: DraftTree) -> None:
-    """Raises ValueError for nodes that are not the tree's, each in its place."""
+    """Raise ValueError for nodes that are not the tree's, each in its place."""
     if len(nodes) != len(tree):
         raise ValueError(f"got {counted(len(nodes), 'node')}, its tree has {len(tree)}")
     for place, node in enumerate(nodes):
@@ -117,7 +117,7 @@ def _same_nodes(nodes: list[dict], tree: DraftTree) -> None:
 
 
 def _follows(record: dict, where: str) -> None:
-    """Refuses a pass that the record's own cases do not bear out, as one that somebody edited."""
+    """Refuse a pass that the record's own cases do not bear out, as one that somebody edited."""
     if record["exit_code"] != PASS:
         return
     required = record["settings"].get("require", ())

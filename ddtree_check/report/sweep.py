@@ -58,7 +58,7 @@ def _cells(row: dict) -> tuple:
 
 
 def says(found: dict) -> list[str]:
-    """The two answers of one block size, in words."""
+    """Return the two answers of one block size, in words."""
     return [f"Block {found['block']}: {_pays(found)}", f"Leak: {_leaks(found)}"]
 
 
@@ -91,7 +91,7 @@ def _leaks(found: dict) -> str:
 
 
 def check_plot(path: str) -> None:
-    """Raises UsageError for a place that no plot can be written to, before anything is run."""
+    """Raise UsageError for a place that no plot can be written to, before anything is run."""
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"plot: got {path!r}, expected a name that ends in .png, .svg or .pdf")
     if find_spec("matplotlib") is None:
@@ -100,7 +100,7 @@ def check_plot(path: str) -> None:
 
 
 def write_plot(record: dict, path: str) -> None:
-    """The sweep as a picture; the ending of `path` says in which form."""
+    """Draw the sweep; the ending of `path` says in which form."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -77,7 +77,7 @@ def kernels(
 
 
 def _functions(module: str, kinds: tuple[str, ...] | None) -> dict:
-    """{kind: function}. Raises UsageError for what cannot be imported or is not there."""
+    """Return {kind: function}. Raises UsageError for what cannot be imported or is not there."""
     from ...kernels import FORMS
 
     unknown = [name for name in kinds or () if name not in FORMS]
@@ -160,7 +160,7 @@ def _report(module: str, results: list, device: str, size: str, code: ExitCode) 
 
 
 def _first(result) -> str:
-    """The first wrong node of a failed case, and how many findings there are besides."""
+    """Return the first wrong node of a failed case, and how many findings there are besides."""
     if result.problems:
         return f"{result.kernel} on {result.case.id}: {result.problems[0]}"
     first = min(result.findings, key=lambda f: (not f.reads, f.node is None, f.node or 0))

@@ -42,7 +42,7 @@ def models(
 
 
 def _measure_families(chosen: list[str] | None, dtype: str, device: str) -> int:
-    """The table of `survey`, and the worst exit code of any family."""
+    """Print the table of `survey`; return the worst exit code of any family."""
     from ...model.families import FAMILIES
 
     unknown = [name for name in chosen or () if name not in FAMILIES]
