@@ -39,20 +39,21 @@ def blocks(record: dict) -> list[Table | str]:
 
 
 def _cells(row: dict) -> tuple:
+    budget = "linear" if row["budget"] is None else row["budget"]
+    accepted = "withheld" if row["accepted"] is None else f"{row['accepted']:.2f}"
     figures = [f"{row[name]:.2f}" for name in ("seems", "ar_accepted", "wrong_accept", "wrong_reject")]
+    shares = f"{row['wrong_tokens'] / (row['seems'] + 1):.0%}", f"{row['contaminated']:.0%}"
+    cost = "-" if row["rows_per_accepted"] is None else f"{row['rows_per_accepted']:.1f}"
+    counts = row["mode"], row["rounds"], row["off"], f"{row['agreement']:.0%}"
     return (
         row["block"],
-        "linear" if row["budget"] is None else row["budget"],
-        row["mode"],
-        row["rounds"],
-        row["off"],
-        f"{row['agreement']:.0%}",
-        "withheld" if row["accepted"] is None else f"{row['accepted']:.2f}",
+        budget,
+        *counts,
+        accepted,
         *figures,
-        f"{row['wrong_tokens'] / (row['seems'] + 1):.0%}",
-        f"{row['contaminated']:.0%}",
+        *shares,
         f"{row['rows']:.1f}",
-        "-" if row["rows_per_accepted"] is None else f"{row['rows_per_accepted']:.1f}",
+        cost,
         number(row["pass_ms"]),
     )
 

@@ -386,26 +386,19 @@ def remarks(record: dict) -> str:
     ]
     if above := floor.get("systematic"):
         lines.insert(1, _systematic(above, judged_as(record)))
+    effect = f"; what that does was not seen, for {CONTROL} was not run"
     if leak["rounds"]:
-        lines.append(
-            f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
-            f"tokens and {leak['flipped']} would choose another token (median KL {_leak_kl(record)} nats); "
+        effect = (
+            f" and {leak['flipped']} would choose another token (median KL {_leak_kl(record)} nats); "
             f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly, and "
-            f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens."
+            f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens"
         )
-    else:
-        lines.append(
-            f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
-            f"tokens; what that does was not seen, for {CONTROL} was not run."
-        )
-    lines += draft_lines(record)
-    lines += tie_lines(record)
+    nodes = f"{leak['contaminated']} of {leak['nodes']} nodes"
+    lines.append(f"Leakage: if the rows were {without}, {nodes} would read foreign tokens{effect}.")
+    lines += [*draft_lines(record), *tie_lines(record)]
     if oracle := record.get("oracle"):
-        errors = ", ".join(
-            f"{mode} {number(oracle[mode]['median_abs'])}"
-            for mode in ("ar", *record["verdict"]["modes"])
-            if mode in oracle
-        )
+        modes = [mode for mode in ("ar", *record["verdict"]["modes"]) if mode in oracle]
+        errors = ", ".join(f"{mode} {number(oracle[mode]['median_abs'])}" for mode in modes)
         outlier = "; ar is the outlier" if oracle["ar_is_the_outlier"] else ""
         lines.append(f"Against float64, median |Δ|: {errors}{outlier}.")
     lines += [f"Trace: {plain(note)}." for note in record.get("trace", {}).get("notes", ())]
