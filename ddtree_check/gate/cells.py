@@ -42,12 +42,12 @@ class CellResult:
 
 
 def slug(number: int, name: str) -> str:
-    """A file name for a cell; the number keeps two apart that differ by what a file name cannot hold."""
+    """Return a file name for a cell; the number keeps two apart that differ by what a file name cannot hold."""
     return f"{number:03d}-{re.sub(r'[^A-Za-z0-9.+_-]+', '-', name)[:80]}"
 
 
 def run_cell(cell: Cell, record: Path, log: Path) -> CellResult:
-    """Runs a cell. Its record, if it comes to one, is written to `record`, its stderr to `log`."""
+    """Run a cell. Its record, if it comes to one, is written to `record`, its stderr to `log`."""
     record.unlink(missing_ok=True)
     # -P: a file of the current directory does not stand before the package
     words = shlex.split(cell.job.command())[1:]
@@ -94,7 +94,7 @@ def _last_line(log: Path) -> str:
 
 
 def _stop(child: subprocess.Popen) -> None:
-    """Ends a child and what it started; a child that has ended is no error."""
+    """End a child and what it started; a child that has ended is no error."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.stdin.close()
@@ -102,7 +102,7 @@ def _stop(child: subprocess.Popen) -> None:
 
 
 def end_with_parent() -> None:
-    """Lets this process, and what it starts, end when whoever started it is gone: then nobody holds its stdin open."""
+    """End this process, and what it starts, when whoever started it is gone: then nobody holds its stdin open."""
 
     def watch() -> None:
         while os.read(0, 1):

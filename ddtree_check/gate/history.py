@@ -55,7 +55,7 @@ class Night:
 
 
 def store(path: str | Path, night: Night) -> None:
-    """Adds a night; one that is already there stays as it is. Raises UsageError for a file that cannot be used."""
+    """Add a night; one that is already there stays as it is. Raises UsageError for a file that cannot be used."""
     with _open(path) as db, _transaction(db):
         if db.execute("SELECT 1 FROM runs WHERE id = ?", (night.run,)).fetchone():
             return
@@ -70,7 +70,7 @@ def store(path: str | Path, night: Night) -> None:
 
 
 def nights(path: str | Path, gate: str, last: int, *, but: str = "") -> list[Night]:
-    """The last so many nights of a gate, the oldest first, without the run `but`. No file: none yet."""
+    """Return the last so many nights of a gate, the oldest first, without the run `but`. No file: none yet."""
     if not Path(path).exists():
         return []
     with _open(path) as db:
@@ -102,14 +102,14 @@ def _cells(db: sqlite3.Connection, run: str) -> dict[str, CellNight]:
 
 
 def check_history(path: str | Path) -> None:
-    """Raises UsageError, before a long run, if `store` could not write there. Migrates an older file."""
+    """Raise UsageError, before a long run, if `store` could not write there. Migrates an older file."""
     with _open(path):
         pass
 
 
 @contextlib.contextmanager
 def _open(path: str | Path) -> Iterator[sqlite3.Connection]:
-    """The file, made or migrated if need be."""
+    """Yield the file, made or migrated if need be."""
     try:
         db = sqlite3.connect(path, timeout=WAIT, isolation_level=None)
     except sqlite3.Error as error:
@@ -156,7 +156,7 @@ def _version(db: sqlite3.Connection) -> int:
 
 @contextlib.contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of it or none; a second writer waits before it reads anything."""
+    """Do all of it or none; a second writer waits before it reads anything."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield

@@ -45,7 +45,7 @@ def run_gate(
     run: Callable[[Cell, Path, Path], CellResult] = run_cell,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Runs what is not finished, writes every report and returns the exit code. `say` gets a line a cell, the verdict
+    """Run what is not finished, writes every report and returns the exit code. `say` gets a line a cell, the verdict
     last.
 
     freeze: write the baseline from this run and the earlier nights that passed; a run that does not pass freezes
@@ -107,7 +107,7 @@ def run_gate(
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """One gate at a time in a folder. The lock goes with its process, however that ends."""
+    """Let one gate at a time into a folder. The lock goes with its process, however that ends."""
     with (out / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +124,7 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _files(config: Config, number: int, cell: Cell) -> tuple[Path, Path]:
-    """Where a cell's record and its log go."""
+    """Return where a cell's record and its log go."""
     name = slug(number, cell.name)
     return config.out / "records" / f"{name}.json", config.out / "logs" / f"{name}.log"
 
@@ -160,8 +160,10 @@ def conclude(
     judge: bool = True,
     resumed: Sequence[str] = (),
 ) -> dict:
-    """The night as plain JSON, that every report is made from. judge: hold it against the baseline; resumed: cells that
-    a killed run finished."""
+    """Return the night as plain JSON, that every report is made from.
+
+    judge: hold it against the baseline; resumed: cells that a killed run finished.
+    """
     cells = []
     for cell, result, record in zip(config.cells, results, records, strict=True):
         found = {} if record is None else metrics(record)
@@ -212,7 +214,7 @@ def conclude(
 
 
 def _drifts(found: dict[str, Metric], bounds: dict, record: dict) -> list[dict]:
-    """Metrics outside their envelope, and those that were frozen and are not measured any more."""
+    """Return metrics outside their envelope, and those that were frozen and are not measured any more."""
     drifts = [
         {"metric": name, "value": found[name].value, **bounds[name]._asdict()}
         for name in bounds
@@ -223,7 +225,7 @@ def _drifts(found: dict[str, Metric], bounds: dict, record: dict) -> list[dict]:
 
 
 def _trend(cell: str, name: str, metric: Metric, earlier: Sequence[Night]) -> dict:
-    """A metric beside what it was on earlier nights."""
+    """Return a metric beside what it was on earlier nights."""
     before = [
         night.cells[cell].metrics[name]
         for night in earlier
@@ -238,7 +240,7 @@ def _trend(cell: str, name: str, metric: Metric, earlier: Sequence[Night]) -> di
 
 
 def _cases(record: dict) -> list[dict]:
-    """Each case of a record with the verdict and reason of the modes that decide, and where their faults enter."""
+    """Return each case with the verdict and reason of the modes that decide, and where their faults enter."""
     required = record["settings"]["require"]
     return [
         {
@@ -303,7 +305,7 @@ def _night(config: Config, head: dict, night: dict) -> Night:
 
 
 def _freeze(config: Config, night: dict, records: Sequence[dict | None], earlier: Sequence[Night]) -> None:
-    """The envelope of this run and of those earlier nights on which the cell passed."""
+    """Freeze the envelope of this run and of those earlier nights on which the cell passed."""
     if night["exit_code"]:
         night["notes"].append(
             f"freeze: the run ended {night['verdict']}, expected pass; {config.baseline} is unchanged"
@@ -322,7 +324,7 @@ def _freeze(config: Config, night: dict, records: Sequence[dict | None], earlier
 
 
 def _report(config: Config, night: dict, records: Sequence[dict | None], earlier: Sequence[Night]) -> None:
-    """gate.json, JUnit XML, Markdown and HTML, each whole; Markdown goes to GitHub's page as well."""
+    """Write gate.json, JUnit XML, Markdown and HTML, each whole; Markdown goes to GitHub's page as well."""
     summary = nightly.render(night)
     with usage_errors():
         write_text(config.out / "gate.json", json.dumps(night, allow_nan=False) + "\n")

@@ -151,14 +151,18 @@ def _noise(record: Mapping, mode: str, errors: Sequence[float | None]) -> Metric
     return Metric(None if None in errors else max(errors), min(floors), True) if floors else None
 
 
-def _of_cases(record: Mapping, mode: str, name: str) -> list:
-    return [case["modes"][mode][name] for case in record["cases"]]
+def _modes(metric: Callable, *modes: str) -> Callable:
+    """Return what computes a metric of each of these modes. metric: of a record and a mode."""
+    return lambda record: {mode: metric(record, mode) for mode in modes}
+
+
+def _errors_of(record: Mapping, mode: str) -> Metric | None:
+    return _noise(record, mode, [case["modes"][mode]["max_abs"] for case in record["cases"]])
 
 
 def _ties(record: Mapping, mode: str) -> Metric | None:
-    nodes = [node for case in record["cases"] for node in case["nodes"]]
-    judged = any(node[mode]["floor"] is not None for node in nodes)
-    return _share(sum(_of_cases(record, mode, "tie")), len(nodes)) if judged else None
+    nodes = sum(len(case["nodes"]) for case in record["cases"]) if _errors_of(record, mode) else 0
+    return _share(sum(case["modes"][mode]["tie"] for case in record["cases"]), nodes)
 
 
 def _accepted(record: Mapping, mode: str) -> Metric | None:
@@ -166,15 +170,19 @@ def _accepted(record: Mapping, mode: str) -> Metric | None:
     return _share(sum(counts), len(counts))
 
 
-def _by_mode(metric: Callable, *modes: str) -> Callable:
-    return lambda record: {mode: metric(record, mode) for mode in modes}
+def _controls(record: Mapping) -> dict:
+    return {name: _noise(record, "tree_forked", [error]) for name, error in record["floor"]["controls"].items()}
 
 
-def _by_round(count: Callable[[Mapping], float]) -> Callable:
-    """Return what computes a figure of the rounds of every mode, a round."""
+def _part(section: str, count: str, of: str) -> Callable:
+    return lambda record: {"": _share(record[section][count], record[section][of])}
+
+
+def _rounds(count: Callable[[Mapping], float]) -> Callable:
+    """Return what computes a mean over the rounds of every mode."""
     return lambda record: {
         mode: _share(count(entry), entry["rounds"])
-        for mode, entry in (record.get("rounds") or {}).get("summary", {}).items()
+        for mode, entry in (record.get("rounds") or NO_ROUNDS)["summary"].items()
     }
 
 
@@ -185,36 +193,18 @@ def _certified_share(record: Mapping) -> dict:
     return {"": _share(exact["certified"], exact["nodes"])} if exact and coarse else {}
 
 
+NO_ROUNDS = {"summary": {}}
+MODES = ("ar", "linear", "tree_forked", "tree_unforked")
 METRICS = (  # of a record, which nights are held against: compute gives a Metric for each part that completes the name
-    Column(
-        "{}.max_abs",
-        _by_mode(
-            lambda record, mode: _noise(record, mode, _of_cases(record, mode, "max_abs")), "linear", "tree_forked"
-        ),
-        {NIGHT: Look("forked |Δ|")},
-    ),
-    Column("{}.ties", _by_mode(_ties, "linear", "tree_forked")),
-    Column(
-        "control.{}",
-        lambda record: {
-            name: _noise(record, "tree_forked", [error]) for name, error in record["floor"]["controls"].items()
-        },
-    ),
-    Column(
-        "unforked.near_moved",
-        lambda record: {"": _share(record["coverage"]["near_moved"], record["coverage"]["near"])},
-        {NIGHT: Look("near moved")},
-    ),
+    Column("{}.max_abs", _modes(_errors_of, *MODES[1:3]), {NIGHT: Look("forked |Δ|")}),
+    Column("{}.ties", _modes(_ties, *MODES[1:3])),
+    Column("control.{}", _controls),
+    Column("unforked.near_moved", _part("coverage", "near_moved", "near"), {NIGHT: Look("near moved")}),
     Column("exact.certified", _certified_share, {NIGHT: Look("certified")}),
-    Column(
-        "unforked.flipped",
-        lambda record: {"": _share(record["leakage"]["flipped"], record["leakage"]["contaminated"])},
-    ),
-    Column(
-        "{}.accepted", _by_mode(_accepted, "ar", "linear", "tree_forked", "tree_unforked"), {NIGHT: Look("accepted")}
-    ),
-    Column("rounds.{}.off", _by_round(lambda entry: entry["off"])),
-    Column("rounds.{}.moved", _by_round(lambda entry: entry["moved_per_round"] * entry["rounds"])),
+    Column("unforked.flipped", _part("leakage", "flipped", "contaminated")),
+    Column("{}.accepted", _modes(_accepted, *MODES), {NIGHT: Look("accepted")}),
+    Column("rounds.{}.off", _rounds(lambda entry: entry["off"])),
+    Column("rounds.{}.moved", _rounds(lambda entry: entry["moved_per_round"] * entry["rounds"])),
 )
 
 

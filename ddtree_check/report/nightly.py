@@ -15,7 +15,7 @@ TRENDS = {  # metric -> header
 
 
 def render(night: dict) -> str:
-    """The whole page. `night` is what gate.json holds."""
+    """Return the whole page. `night` is what gate.json holds."""
     parts = [f"# {escaped(night['line'])}"]
     where = [
         f"{key} {night['environment'][key]}"
@@ -56,12 +56,12 @@ def whys(cell: dict) -> list[str]:
 
 
 def where_texts(cell: dict) -> list[str]:
-    """Where the faults enter that were looked into, in the modes that decide."""
+    """Return where the faults enter that were looked into, in the modes that decide."""
     return [line for case in cell["cases"] for line in case["where"]]
 
 
 def drift_text(drift: dict) -> str:
-    """'tree_forked.max_abs 0.5, frozen at most 0.0001'."""
+    """Return 'tree_forked.max_abs 0.5, frozen at most 0.0001'."""
     low, high = drift["low"], drift["high"]
     if low is None or high is None:
         bounds = f"at most {number(high)}" if low is None else f"at least {number(low)}"
@@ -72,7 +72,7 @@ def drift_text(drift: dict) -> str:
 
 
 def trend_text(metric: dict | None) -> str:
-    """'1.2e-05 (1.1e-05)', with 'new high' or 'new low' where it left the range of the earlier nights."""
+    """Return '1.2e-05 (1.1e-05)', with 'new high' or 'new low' where it left the range of the earlier nights."""
     if metric is None:
         return "-"
     text = number(metric["value"])

@@ -10,8 +10,10 @@ from ..judge import figures
 
 
 def render_nodes(record: dict, cases: Sequence[dict], place: int | None = None) -> str:
-    """The nodes of these cases; only node `place` of each if it is given. A figure that the record does not have, or
-    that is not finite, is empty."""
+    """Return the nodes of these cases; only node `place` of each if it is given.
+
+    A figure that the record does not have, or that is not finite, is empty.
+    """
     modes = list(dict.fromkeys(mode for case in cases for mode in case["modes"]))
     facts, names = figures.names(figures.FACTS), figures.names(figures.FIGURES)
     text = io.StringIO()

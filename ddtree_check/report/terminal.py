@@ -113,7 +113,7 @@ def node_table(title: str, nodes: Sequence[tuple[dict, str, dict]], record: dict
 
 
 def leak_tables(record: dict) -> list[Table | str]:
-    """What not forking did, by depth and by the number of foreign tokens absorbed."""
+    """Return what not forking did, by depth and by the number of foreign tokens absorbed."""
     nodes = [node for case in record["cases"] for node in case["nodes"] if not node["clean"]]
     if not nodes:
         return ["Leak: none of these trees contaminates a node of this model, so there is nothing to leak."]
@@ -171,7 +171,7 @@ SAMPLING = {**vars(Sampling()), "history": "path"}  # settings, and the value th
 
 
 def sampling_words(settings: dict) -> list[str]:
-    """How tokens are drawn, in one phrase, or nothing for greedy decoding."""
+    """Return how tokens are drawn, in one phrase, or nothing for greedy decoding."""
     chosen = {name: settings.get(name, plain_) for name, plain_ in SAMPLING.items()}
     words = [
         f"{name.replace('_', ' ')} {value if isinstance(value, str) else format(value, 'g')}"
@@ -228,7 +228,7 @@ def sampling_blocks(record: dict) -> list[Table | str]:
 
 
 def commit_blocks(record: dict) -> list[Table | str]:
-    """The paths that were committed by force, a line a case, and what is wrong in the modes that matter."""
+    """Return the paths that were committed by force, a line a case, and what is wrong in the modes that matter."""
     cases = [case for case in record["cases"] if case["commit"] is not None]
     if not cases:
         return []
@@ -304,7 +304,7 @@ def rounds_blocks(rounds: dict) -> list[Table | str]:
 
 
 def _asked(seen: dict) -> str:
-    """What the shares of rounds are held against, where the record says so."""
+    """Return what the shares of rounds are held against, where the record says so."""
     least = seen.get("least")
     if least is None:
         return ""
@@ -340,7 +340,7 @@ def batch_blocks(batch: dict) -> list[Table | str]:
 
 
 def drafter_lines(summary: dict) -> list[str]:
-    """What is to be said of a drafter that reads the target, a line a mode; modes that say the same share one."""
+    """Return a line a mode about a drafter that reads the target; modes of the same words share one."""
     lines: dict[str, list[str]] = {}
     for mode, found in summary.items():
         if drafter := found.get("drafter"):
@@ -356,7 +356,7 @@ def drafter_lines(summary: dict) -> list[str]:
 
 
 def _commit_count(accepts: Sequence[dict], mode: str) -> str:
-    """'4 pass', or how many of how many are not."""
+    """Return '4 pass', or how many of how many are not."""
     if accepts and not any(mode in accept["modes"] for accept in accepts):
         return "not run"
     verdicts = [accept["modes"][mode]["verdict"] for accept in accepts]
@@ -389,26 +389,19 @@ def remarks(record: dict) -> str:
     if (above := floor.get("systematic")) and (above["beyond"] or not certified):
         lines.insert(1, _systematic(above, judged_as(record)))
     lines.append(f"In bits: {exact_text(record)}.")
+    effect = f"; what that does was not seen, for {CONTROL} was not run"
     if leak["rounds"]:
-        lines.append(
-            f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
-            f"tokens and {leak['flipped']} would choose another token (median KL {_leak_kl(record)} nats); "
+        effect = (
+            f" and {leak['flipped']} would choose another token (median KL {_leak_kl(record)} nats); "
             f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly, and "
-            f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens."
+            f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens"
         )
-    else:
-        lines.append(
-            f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
-            f"tokens; what that does was not seen, for {CONTROL} was not run."
-        )
-    lines += draft_lines(record)
-    lines += tie_lines(record)
+    nodes = f"{leak['contaminated']} of {leak['nodes']} nodes"
+    lines.append(f"Leakage: if the rows were {without}, {nodes} would read foreign tokens{effect}.")
+    lines += [*draft_lines(record), *tie_lines(record)]
     if oracle := record.get("oracle"):
-        errors = ", ".join(
-            f"{mode} {number(oracle[mode]['median_abs'])}"
-            for mode in ("ar", *record["verdict"]["modes"])
-            if mode in oracle
-        )
+        modes = [mode for mode in ("ar", *record["verdict"]["modes"]) if mode in oracle]
+        errors = ", ".join(f"{mode} {number(oracle[mode]['median_abs'])}" for mode in modes)
         outlier = "; ar is the outlier" if oracle["ar_is_the_outlier"] else ""
         lines.append(f"Against float64, median |Δ|: {errors}{outlier}.")
     lines += [f"Trace: {plain(note)}." for note in record.get("trace", {}).get("notes", ())]
@@ -428,8 +421,8 @@ def exact_text(record: dict) -> str:
 
 
 def draft_lines(record: dict) -> list[str]:
-    """What the draft expected of its trees and what plain decoding accepts of them; nothing of trees that were given,
-    and nothing of `self`, whose errors are drawn."""
+    """Return what the draft expected of its trees and what plain decoding accepts of them; nothing of trees that were
+    given, and nothing of `self`, whose errors are drawn."""
     found = [case for case in record["cases"] if "expected" in case["tree"].get("source", {})]
     if not found or record["settings"]["draft"] == "self":
         return []
@@ -443,13 +436,13 @@ def draft_lines(record: dict) -> list[str]:
 
 
 def judged_as(record: dict) -> str | None:
-    """As `verdict.judged_as`, which needs torch."""
+    """Return the dtype that a record was judged in."""
     environment = record["environment"]
     return environment.get("judged_as") or environment.get("dtype")
 
 
 def _systematic(above: dict, dtype: str) -> str:
-    """What the run could see of wrong positions and masks, which may hide below a coarse dtype's floor."""
+    """Return what the run could see of wrong positions and masks, which may hide below a coarse dtype's floor."""
     prompts = f"{above['prompts']} of {counted(above.get('given', above['prompts']), 'prompt')}"
     if not above["judged"]:
         few = f"{prompts} with noise to compare with, {above['least']} are needed"
@@ -470,12 +463,12 @@ def _systematic(above: dict, dtype: str) -> str:
 
 
 def where_lines(record: dict) -> list[str]:
-    """Where the faults enter that were looked into, a paragraph each."""
+    """Return where the faults enter that were looked into, a paragraph each."""
     return [line for case in record["cases"] for line in case_where(case)]
 
 
 def case_where(case: dict, *modes: str) -> list[str]:
-    """The same of one case, in these modes or in all; what moved in bits first."""
+    """Return the same of one case, in these modes or in all; what moved in bits first."""
     evidence = (case.get("exact") or {}).get("evidence", []) if not modes or "tree_forked" in modes else []
     lines = [f"In bits (tree_forked in {plain(case['id'])}): {plain(text)}." for text in evidence[:EVIDENCE]]
     if len(evidence) > EVIDENCE:
@@ -488,7 +481,7 @@ def case_where(case: dict, *modes: str) -> list[str]:
 
 
 def tie_lines(record: dict) -> list[str]:
-    """Equal largest logits, and modes that take another of them than ar: explained, never a leak."""
+    """Return equal largest logits, and modes that take another of them than ar: explained, never a leak."""
     equal, rules = [], {}
     for case in record["cases"]:
         found = case.get("ties", {"equal": {}, "rules": {}})
@@ -523,14 +516,14 @@ def verdict_line(record: dict) -> str:
 
 
 def _decisive(record: dict) -> str:
-    """The reason behind the exit code, as far as a headline has room for it."""
+    """Return the reason behind the exit code, as far as a headline has room for it."""
     reasons = [plain(reason) for reason in record["verdict"]["reasons"]] or ["no reason is recorded"]
     decisive = next((reason for reason in reasons if record["exit_code"] == DEFECT and ": fail" in reason), reasons[0])
     return decisive.partition(" (")[0].partition("; ")[0]
 
 
 def find_case(record: dict, name: str) -> dict:
-    """A case by its id. Raises ValueError listing what there is."""
+    """Return a case by its id. Raises ValueError listing what there is."""
     known = {case["id"]: case for case in record["cases"]}
     if name not in known:
         raise ValueError(f"case: got {name!r}, expected one of {', '.join(map(plain, known))}")
@@ -538,7 +531,7 @@ def find_case(record: dict, name: str) -> dict:
 
 
 def case_blocks(record: dict, case: dict) -> list[Table | str]:
-    """Every node of one case under every mode."""
+    """Return every node of one case under every mode."""
     modes, rows, count = list(case["modes"]), [], len(looks(CASE, figures.FIGURES))
     for node in case["nodes"]:
         row = cells(CASE, figures.FACTS, node, Place(record, case, node))
@@ -558,14 +551,14 @@ def case_blocks(record: dict, case: dict) -> list[Table | str]:
 
 
 def find_node(case: dict, place: int) -> dict:
-    """A node by its number. Raises ValueError for one that the case does not have."""
+    """Return a node by its number. Raises ValueError for one that the case does not have."""
     if not 0 <= place < len(case["nodes"]):
         raise ValueError(f"node: got {place}, expected 0..{len(case['nodes']) - 1} in case {plain(case['id'])}")
     return case["nodes"][place]
 
 
 def node_blocks(record: dict, case: dict, place: int) -> list[Table | str]:
-    """All figures of one node. Raises ValueError for a node that the case does not have."""
+    """Return all figures of one node. Raises ValueError for a node that the case does not have."""
     tokens, node = record.get("tokens", {}), find_node(case, place)
     path = [place]
     while case["nodes"][path[-1]]["parent"] >= 0:

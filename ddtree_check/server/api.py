@@ -103,8 +103,10 @@ class Api:
         self._running.close()
 
     def start(self) -> str:
-        """The model's name, the first that the server lists if none was chosen. Raises UsageError if it cannot be
-        reached or knows no such model."""
+        """Return the model's name, the first that the server lists if none was chosen.
+
+        Raises UsageError if it cannot be reached or knows no such model.
+        """
         try:
             data = self._ask("GET", "models", None, _models)
         except Failed as error:

@@ -161,7 +161,7 @@ def measure(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> 
 
 
 def _ending(run: Completion, plain: Completion) -> dict | None:
-    """Where a run stopped though the reference goes on, as a position: what ended the text is no token of it."""
+    """Return where a run stopped though the reference goes on, as a position: what ended the text is no token of it."""
     n = len(run.tokens)
     if not run.ended or n >= len(plain.tokens) or plain.tokens[:n] != run.tokens:
         return None
@@ -171,8 +171,10 @@ def _ending(run: Completion, plain: Completion) -> dict | None:
 
 
 def score(api: Api, prompt: str, run: Completion, settings: Settings, *, echo: bool | None = None) -> list:
-    """(top, log-probability of the token) of the run's tokens after the same text, as far as the server cuts the text
-    into the same tokens. Raises Unsupported for `echo` where the server has none."""
+    """Return (top, log-probability of the token) of the run's tokens after the same text, where it is cut alike.
+
+    Raises Unsupported for `echo` where the server has none.
+    """
     if echo or settings.force != "steps":
         try:
             return _echoed(api, prompt, run, settings)

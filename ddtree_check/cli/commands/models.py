@@ -12,6 +12,7 @@ from ...base.errors import UsageError
 from ...flows.job import quiet_libraries
 from ...report.layout import Table, laid_out, layout, titled
 from ...report.text import number
+from .options import some_of
 from .output import progress, show_text, width
 
 SHOWN = {"run": ("sglang",), "untested": ("sglang (untested)",), "window by row": ("sglang (known failure)",)}
@@ -42,16 +43,13 @@ def models(
 
 
 def _measure_families(chosen: list[str] | None, dtype: str, device: str) -> int:
-    """The table of `survey`, and the worst exit code of any family."""
+    """Print the table of `survey`; return the worst exit code of any family."""
     from ...model.families import FAMILIES
 
-    unknown = [name for name in chosen or () if name not in FAMILIES]
-    if unknown:
-        raise UsageError(f"family: got {unknown[0]!r}, expected one of {', '.join(FAMILIES)}")
+    names, found = some_of("family", chosen, FAMILIES), []
     with progress() as show, quiet_libraries():
         from ...flows.survey import survey
 
-        names, found = chosen or list(FAMILIES), []
         for place, name in enumerate(names):
             if show:
                 show(place, len(names), name)

@@ -71,7 +71,7 @@ def _reserved(text: str) -> dict:
 
 
 def _table(found: list[tuple[int, list[Need]]]) -> Table:
-    """Requests of one need share a row: a batch of 64 is not 64 rows."""
+    """Return the table; requests of one need share a row: a batch of 64 is not 64 rows."""
     rows = []
     for size, each in found:
         groups: dict[tuple, list[Need]] = {}
@@ -92,7 +92,7 @@ def _span(names: list[str]) -> str:
 
 
 def _lines(short: list[tuple[int, Need]]) -> list[str]:
-    """The first request that a buffer is short for, in the smallest batch where it is, says it all."""
+    """Return the first request that each buffer is short for, in the smallest batch where it is."""
     first: dict[str, str] = {}
     for size, need in short:
         first.setdefault(need.buffer, f"batch of {size}: {plain(need)}")
