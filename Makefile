@@ -39,8 +39,9 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check .
 
 # One thread a worker: two workers with two threads each on two cores are slower than one. No test may reach the network.
+# Bytecode is kept: without it each of the processes that tests start compiles all that it imports.
 test: lint
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(ARGS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(ARGS)
 
 # In a folder of their own, so that a wheel that is missing or does not fit never breaks `make test`.
 $(KERNELS)/.installed: constraints-kernels.txt | $(STAMP)

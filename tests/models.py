@@ -35,6 +35,18 @@ def engine(family: str, dtype: str = "float32", mixers: str = "library", **chang
     return _shared(family, dtype, mixers, repr(changes))
 
 
+def small(dtype: str = "float32") -> TransformersEngine:
+    """Return the shared engine of two layers, Gated DeltaNet and attention: half the cost where any hybrid will do."""
+    return engine("qwen3_5_text", dtype, **SMALL)
+
+
+SMALL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+
+def make_small(dtype: str = "float32") -> TransformersEngine:
+    return make_engine("qwen3_5_text", dtype, **SMALL)
+
+
 @functools.cache
 def _shared(family: str, dtype: str, mixers: str, changes: str) -> TransformersEngine:
     return make_engine(family, dtype, mixers, **ast.literal_eval(changes))

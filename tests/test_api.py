@@ -30,13 +30,6 @@ def test_every_public_name_is_the_one_of_its_module():
         ddtree_check.Drafttree  # noqa: B018
 
 
-def test_check_is_the_function_whatever_was_imported_before(tmp_path):
-    module = ddtree_check.PLACES["check"].partition(":")[0]
-    code = f"import ddtree_check.{module}, ddtree_check; print(callable(ddtree_check.check))"
-    done = python(code, tmp_path)
-    assert done.stdout == "True\n", done.stderr
-
-
 def test_a_type_checker_sees_the_same_places():
     module = ast.parse(Path(ddtree_check.__file__).read_text())
     (guarded,) = (node for node in module.body if isinstance(node, ast.If))
@@ -44,10 +37,13 @@ def test_a_type_checker_sees_the_same_places():
     assert seen == ddtree_check.PLACES
 
 
-@pytest.mark.parametrize(("names", "heavy"), [(LIGHT, "False"), ("check", "True")])
-def test_torch_is_imported_by_what_needs_it_alone(tmp_path, names, heavy):
-    done = python(f"from ddtree_check import {names}; import sys; print('torch' in sys.modules)", tmp_path)
-    assert done.stdout.strip() == heavy, done.stderr
+def test_torch_is_imported_by_what_needs_it_alone(tmp_path):
+    """And check is the function, also where its module was imported before."""
+    module = ddtree_check.PLACES["check"].partition(":")[0]
+    code = f"import sys; from ddtree_check import {LIGHT}; print('torch' in sys.modules)\n"
+    code += f"import ddtree_check.{module}, ddtree_check; print(callable(ddtree_check.check), 'torch' in sys.modules)"
+    done = python(code, tmp_path)
+    assert done.stdout == "False\nTrue True\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -55,10 +51,12 @@ def test_torch_is_imported_by_what_needs_it_alone(tmp_path, names, heavy):
     [(("", ""), "verdict: pass 0"), (("controls=4", 'controls=4, require=("tree_unforked",)'), "verdict: fail 1")],
     ids=["as it is", "a mode that leaks"],
 )
-def test_the_example_of_the_page_runs(tmp_path, change, last):
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys, change, last):
     code = (REPO / "docs" / "python.md").read_text().partition("```python\n")[2].partition("```")[0]
     assert change[0] in code and len(code.splitlines()) <= 12
-    done = python(code.replace(*change), tmp_path)
-    lines = done.stdout.splitlines()
-    assert lines[-1] == last, done.stderr
-    assert [line.split()[0] for line in lines[:-1]] == ["given/tree", "drafted/16"]
+    assert code.count("budgets=(16,)") == 1
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace(*change).replace("(16,)", "(6,)"), "the page", "exec"), {"__name__": "__main__"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == last
+    assert [line.split()[0] for line in lines[:-1]] == ["given/tree", "drafted/6"]

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import graphlib
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -174,9 +175,20 @@ def test_a_circle_inside_a_folder_is_seen(tmp_path):
     assert set(cycle(write(tmp_path, "tree/c.py", "from ddtree_check.tree import a"))) == {"tree.a", "tree.b", "tree.c"}
 
 
-def heavy_after_import(modules: list[str], path: Path) -> list[str]:
-    """Return those of HEAVY that a fresh interpreter has loaded after importing `modules` from `path`."""
-    code = f"import {', '.join(modules)}, sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+def heavy_after_import(groups: dict[str, list[str]], path: Path) -> dict[str, list[str]]:
+    """Return by group those of HEAVY that a fresh interpreter has loaded after importing its modules from `path`.
+
+    One interpreter imports group after group, and forgets what of HEAVY a group has loaded.
+    """
+    code = f"""
+import importlib, json, sys
+loaded = {{}}
+for group, modules in {groups!r}.items():
+    for module in modules:
+        importlib.import_module(module)
+    loaded[group] = [name for name in {HEAVY!r} if sys.modules.pop(name, None)]
+print(json.dumps(loaded))
+"""
     run = subprocess.run(
         [sys.executable, "-c", code],
         cwd=path,
@@ -186,22 +198,28 @@ def heavy_after_import(modules: list[str], path: Path) -> list[str]:
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    return run.stdout.split()
+    return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH, ids=lambda name: name or "package")
-def test_imports_without_torch(name):
+def with_modules_below(name: str) -> list[str]:
     folder = name in RANK and (PACKAGE / name).is_dir() and name != "engines"  # of engines, only the contract
     held = [module for module in modules_of(PACKAGE) if folder and module.startswith(name + ".")]
     held = [module for module in held if not module.endswith("__main__")]  # which runs
-    assert heavy_after_import([f"ddtree_check.{module}".rstrip(".") for module in (name, *held)], REPO) == []
+    return [f"ddtree_check.{module}".rstrip(".") for module in (name, *held)]
+
+
+def test_imports_without_torch():
+    loaded = heavy_after_import({name: with_modules_below(name) for name in WITHOUT_TORCH}, REPO)
+    assert loaded == {name: [] for name in WITHOUT_TORCH}
 
 
 def test_a_hidden_torch_import_is_seen(tmp_path):
     write(tmp_path, "torch.py", "")  # a stand-in: the real one takes seconds
     write(tmp_path, "outer.py", "import inner")
     write(tmp_path, "inner.py", "import torch")
-    assert heavy_after_import(["outer"], tmp_path) == ["torch"]
+    write(tmp_path, "later.py", "import torch")
+    loaded = heavy_after_import({"a": ["json"], "b": ["outer"], "c": ["later"], "d": ["inner"]}, tmp_path)
+    assert loaded == {"a": [], "b": ["torch"], "c": ["torch"], "d": []}
 
 
 def unknown_names(source: str) -> list[str]:

@@ -1,15 +1,20 @@
-"""The pytest plugin in somebody else's project: a fresh pytest in a folder that knows nothing of this one."""
+"""The pytest plugin in somebody else's project: pytest in a folder that knows nothing of this one.
+
+It runs in this process, but where the process itself is what is tested: what is imported, and pytest-xdist.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 import ddtree_check
+from ddtree_check import pytest_plugin
 from ddtree_check.pytest_plugin import selects_leakage
 from tests import tiny
 from tests.tiny import break_forked, hand_record, located
@@ -40,7 +45,8 @@ def run(job):
 plugin.run = run
 
 def pytest_unconfigure():
-    (here / "heavy.txt").write_text(" ".join(name for name in ("torch", "transformers") if name in sys.modules))
+    with (here / "heavy.txt").open("a") as file:
+        file.write("".join(f" {name}" for name in ("torch", "transformers") if name in sys.modules) + ".")
 """
 
 
@@ -49,6 +55,7 @@ def project(pytester, monkeypatch):
     """A project with a test of its own, two prompts, and a stand-in for the model."""
     monkeypatch.setenv("PYTHONPATH", str(Path(ddtree_check.__file__).parents[1]))
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr(pytest_plugin, "run", pytest_plugin.run)  # what the stand-in puts in its place, here too
     pytester.makeini("[pytest]\naddopts = --strict-markers\nmarkers = slow\n")
     pytester.makeconftest(STAND_IN)
     pytester.makepyfile(test_own="import pytest\ndef test_own(): pass\n@pytest.mark.leakage\ndef test_marked(): pass\n")
@@ -58,9 +65,13 @@ def project(pytester, monkeypatch):
     return pytester
 
 
-def leakage(project, *arguments: str, expression: str = "leakage"):
+def words(*arguments: str, expression: str = "leakage") -> list[str]:
     given = ("--ddtree-prompts=prompts.jsonl", "--ddtree-budget=3", *arguments)
-    return project.runpytest_subprocess(*OURS, "-p", "no:cacheprovider", "-m", expression, *given)
+    return [*OURS, "-p", "no:cacheprovider", "-m", expression, *given]
+
+
+def leakage(project, *arguments: str, expression: str = "leakage"):
+    return project.runpytest_inprocess(*words(*arguments, expression=expression))
 
 
 ITEMS = [
@@ -90,18 +101,27 @@ def test_which_expressions_ask_for_leakage(expression, selected):
     assert selects_leakage(expression) is selected
 
 
-@pytest.mark.parametrize("expression", ["", "not slow", "not leakage"])
+QUIET = ["", "not slow", "not leakage"]
+
+
+@pytest.mark.parametrize("expression", QUIET)
 def test_nothing_happens_unless_asked(project, expression):
     result = leakage(project, expression=expression)
     result.assert_outcomes(passed=1 if "leakage" in expression else 2, deselected=1 if "leakage" in expression else 0)
     assert not (project.path / "commands.txt").exists()
-    assert (project.path / "heavy.txt").read_text() == ""
+
+
+def test_nothing_heavy_is_imported_for_it(project):
+    runs = [words(expression=expression) for expression in QUIET] + [words("--collect-only", "-q")]
+    code = f"import pytest; print([int(pytest.main(run)) for run in {runs}])"
+    assert project.run(sys.executable, "-c", code).outlines[-1] == "[0, 0, 0, 0]"
+    assert (project.path / "heavy.txt").read_text() == "...."
+    assert not (project.path / "commands.txt").exists()
 
 
 def test_items_are_collected_without_a_model(project):
     result = leakage(project, "--collect-only", "-q")
     assert result.outlines[:6] == ["test_own.py::test_marked", *ITEMS]
-    assert (project.path / "heavy.txt").read_text() == ""
     assert not (project.path / "commands.txt").exists()
 
 
@@ -203,7 +223,7 @@ def test_with_xdist(project):
     pytest.importorskip("xdist", reason="needs pytest-xdist")
     record = break_forked(hand_record("code-1/3", "code 2/3"))
     (project.path / "record.json").write_text(json.dumps(record))
-    leakage(project, "-n", "2").assert_outcomes(passed=4, failed=2)
+    project.runpytest_subprocess(*words("-n", "2")).assert_outcomes(passed=4, failed=2)
     assert 1 <= len((project.path / "commands.txt").read_text().splitlines()) <= 2  # once in each worker
 
 
@@ -228,8 +248,8 @@ def test_items_of_trees_that_are_given(project, draft, ids):
     assert lines[1:3] == [f"leakage::{case}::linear" for case in ids]
 
 
-def test_a_real_model(project, checkpoint, monkeypatch):
+def test_a_real_model(project, checkpoint):
     (project.path / "conftest.py").unlink()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    result = leakage(project, f"--ddtree-model={checkpoint}", "--ddtree-limit=1")
+    (project.path / "tree.json").write_text(json.dumps({"tokens": [None, 1, 2, 9], "parents": [-1, 0, 0, 1]}))
+    result = leakage(project, f"--ddtree-model={checkpoint}", "--ddtree-limit=1", "--ddtree-tree=tree.json")
     result.assert_outcomes(passed=4, deselected=1)

@@ -1,4 +1,4 @@
-"""What several tests need: a random checkpoint of 200 thousand parameters on disk, and a record made by hand.
+"""What several tests need: a random checkpoint of 100 thousand parameters on disk, and a record made by hand.
 
 A test module takes the fixture with `checkpoint = tiny.checkpoint`.
 """
@@ -14,7 +14,8 @@ QWEN3_5 = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -28,7 +29,7 @@ QWEN3_5 = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """The folder of a Qwen3.5 text model, three Gated DeltaNet layers and one of attention, without a tokenizer."""
+    """The folder of a Qwen3.5 text model, a Gated DeltaNet layer and one of attention, without a tokenizer."""
     import torch
     from transformers import AutoConfig
 

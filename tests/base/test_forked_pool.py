@@ -18,7 +18,7 @@ from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.job import processes
 from ddtree_check.model.wiring import UNFORKED
 from ddtree_check.selftest.inject import Faulty
-from tests.models import engine, prompt
+from tests.models import prompt, small
 
 ITEMS = [Item(name, prompt(length)) for name, length in (("a", 5), ("b", 9), ("c", 7))]
 SETTINGS = Settings(budgets=(6,), length=4, draft="self")
@@ -84,7 +84,7 @@ def test_a_killed_run_leaves_no_worker(how):
 @pytest.mark.parametrize("fault", [{}, {"forked": UNFORKED}], ids=["right", "forked-is-not"])
 def test_a_record_does_not_tell_how_many_processes_made_it(fault):
     steps = []
-    host = Faulty(engine("qwen3_5_text"), **fault)
+    host = Faulty(small(), **fault)
     alone = check(host, ITEMS, SETTINGS)
     shared = check(host, ITEMS, SETTINGS, workers=2, progress=lambda *step: steps.append(step))
     assert alone["exit_code"] == (1 if fault else 0)

@@ -124,7 +124,7 @@ BAD = [  # id, bad arguments, what the line says, the good neighbour, its exit c
         "model-corrupt",
         "--model {in}/corrupt",
         "corrupt holds a corrupt safetensors file .* download it again",
-        "--model {in}/corrupt --weights random",
+        "--model {in}/corrupt --weights random --tree {in}/good.json",
         0,
     ),
     (

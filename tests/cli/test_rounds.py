@@ -20,7 +20,7 @@ from ddtree_check.report.record import write_record
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.recorded import Marginals, load_recorded, recorded_from_json, recorded_to_json
 from tests import tiny
-from tests.models import engine, make_engine, prompt, tree
+from tests.models import make_engine, prompt, small, tree
 from tests.tiny import VOCAB, hand_record
 
 checkpoint = tiny.checkpoint
@@ -121,7 +121,7 @@ def test_a_recorded_tree_is_cut_to_the_room_that_the_context_has():
 @pytest.mark.parametrize("how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("self", "ngram")), "recorded"])
 def test_a_record_holds_what_its_rounds_need(how):
     """Prompts, drafts and settings read back from the record alone give the same rounds again."""
-    host = engine("qwen3_5_text")
+    host = small()
     drafts = Marginals(((3, 4), (5, 6)), ((-0.5, -1.0), (-0.4, -1.2))) if how == "recorded" else None
     items = [Item("one", prompt(1)), Item("two", prompt(9), recorded=drafts)]
     settings, rounds = Settings(budgets=(6,), draft="self" if how == "recorded" else how), Rounds(3, tuple(MODES))

@@ -26,7 +26,7 @@ from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.selftest.inject import Faulty, Remembered
 from ddtree_check.tree.draft_tree import DraftTree
 from tests import tiny
-from tests.models import VOCAB, make_engine, prompt, tree
+from tests.models import VOCAB, make_engine, make_small, prompt, tree
 from tests.own_engine import Duck, Least, Steps, Unforked
 from tests.test_imports import PACKAGE
 
@@ -176,7 +176,7 @@ def test_rounds_and_batches_say_what_they_lack():
     assert found["unsupported"] == {"tree_forked": "engine Parts has no commit"} and found["exit_code"] == 2
     assert "tree_forked" in generate(Parts(), [item], draft, rounds)["summary"]
     assert batch_runs(Parts(), [item], draft, (1,))["not_run"] == "the engine Parts runs one request a pass"
-    host = make_engine("qwen3_5_text")
+    host = make_small()
     host.contents = lambda prefix: BaseEngine.contents(host, prefix)
     assert batch_runs(host, [item], draft, (1,))["not_run"] == "engine transformers has no contents"
 
@@ -205,7 +205,7 @@ def test_an_engine_is_wrapped_once():
 
 def test_batches_and_sweeps_leave_out_what_is_no_token(tmp_path):
     """What stands behind the vocabulary is made NaN: whoever looks at it goes red."""
-    host, size = make_engine("qwen3_5_text"), VOCAB - 24
+    host, size = make_small(), VOCAB - 24
     run = host._run
     host._run = lambda *args, **how: run(*args, **how).index_fill(-1, torch.arange(size, VOCAB), torch.nan)
     case = DraftTree((5, 7, 9, 11), (-1, 0, 0, 1))
@@ -390,7 +390,7 @@ def test_what_a_pass_raises_is_one_line_with_engine_and_pass(part, error):
 
 @pytest.mark.parametrize("part", ["_run", "commit", "contents"])
 def test_so_it_is_for_engines_of_ours(part):
-    host, settings = make_engine("qwen3_5_text"), Settings(budgets=(4,), length=3, accept=("full",))
+    host, settings = make_small(), Settings(budgets=(4,), length=3, accept=("full",))
 
     def broken(*args, **how):
         raise RuntimeError("out of everything")

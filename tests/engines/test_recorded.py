@@ -31,7 +31,7 @@ from ddtree_check.trace.read import read_trace
 from ddtree_check.trace.write import TraceWriter
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.paths import leaf_paths, padded_chain
-from tests.models import engine, make_engine, prompt, tree
+from tests.models import engine, make_engine, prompt, small, tree
 
 SETTINGS = Settings(budgets=(3, 8), exact="off")  # a trace of its passes holds none of the exact ones
 ITEMS = [Item(f"p{seed}", prompt(5, seed)) for seed in range(2)]
@@ -99,7 +99,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("fault", "code"), WRONG)
 def test_the_trace_of_a_wrong_engine_is_judged_as_the_live_run_was(tmp_path, fault, code):
-    live = record_trace(Faulty(engine("qwen3_5_text"), **fault), ITEMS[:1], SETTINGS, tmp_path / "t")
+    live = record_trace(Faulty(small(), **fault), ITEMS[:1], SETTINGS, tmp_path / "t")
     replayed = replay(tmp_path / "t")
     assert live["exit_code"] == replayed["exit_code"] == code
     if "supports" in fault:  # what was refused is not in the trace
@@ -114,16 +114,16 @@ def test_the_trace_of_a_wrong_engine_is_judged_as_the_live_run_was(tmp_path, fau
     replace(SETTINGS, require=("tree_unforked",)),
 ], ids=["some-controls", "another-control", "another-order", "unforked-required"])  # fmt: skip
 def test_settings_of_the_live_run_are_found_again_in_its_trace(tmp_path, settings):
-    live = record_trace(engine("qwen3_5_text"), ITEMS[:1], settings, tmp_path / "t")
+    live = record_trace(small(), ITEMS[:1], settings, tmp_path / "t")
     equal(live, replay(tmp_path / "t", Settings(require=settings.require)))
 
 
 def test_a_run_is_not_changed_by_recording_it(tmp_path):
-    recorded = record_trace(engine("qwen3_5_text"), ITEMS[:1], SETTINGS, tmp_path / "t")
-    plain = check(engine("qwen3_5_text"), ITEMS[:1], SETTINGS)
+    recorded = record_trace(small(), ITEMS[:1], SETTINGS, tmp_path / "t")
+    plain = check(small(), ITEMS[:1], SETTINGS)
     assert plain["cases"] == recorded["cases"]
     with pytest.raises(UsageError, match="expected the name of a new folder"):
-        record_trace(engine("qwen3_5_text"), ITEMS, SETTINGS, tmp_path / "t")
+        record_trace(small(), ITEMS, SETTINGS, tmp_path / "t")
 
 
 # --- states and commits -----------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_a_trace_whose_run_was_interrupted_says_that_it_is_a_part(tmp_path):
         if done:
             raise KeyboardInterrupt
 
-    live = engine("qwen3_5_text")
+    live = small()
     with pytest.raises(KeyboardInterrupt), writer_for(live, tmp_path / "t", SETTINGS) as trace:
         check(live, ITEMS, SETTINGS, trace=trace, progress=stop)
     assert replay(tmp_path / "t")["trace"]["notes"][0].startswith("the trace is a part")
@@ -264,7 +264,7 @@ def test_the_states_of_a_tree_pass_are_judged_node_by_node(tmp_path):
 
 
 def test_states_that_nothing_can_be_compared_with_are_no_pass(tmp_path):
-    host = engine("qwen3_5_text")
+    host = small()
     prefix = host.prefill(SIDE.tokens)
     odd = {(3, "recurrent"): torch.ones(2, 2)}  # layer 3 is attention
     flat = {(0, "recurrent"): host.contents(prefix)[1][0]["recurrent"].flatten()}
@@ -320,7 +320,7 @@ def test_a_commit_that_cannot_be_read_back_is_refused(tmp_path, change, says):
 
 @pytest.mark.parametrize(("rule", "code"), [("path", 0), ("none", 1)])
 def test_processed_rows_are_judged_as_the_live_run_was(tmp_path, rule, code):
-    host = Faulty(engine("qwen3_5_text"), processed=inject.processed(rule, "tree_forked"))
+    host = Faulty(small(), processed=inject.processed(rule, "tree_forked"))
     settings = replace(SETTINGS, budgets=(8,), sampling=Sampling(temperature=0.8, repetition_penalty=1.3), draws=0)
     live, replayed = record_trace(host, ITEMS[:1], settings, tmp_path / "t"), replay(tmp_path / "t")
     assert live["exit_code"] == replayed["exit_code"] == code
@@ -337,7 +337,7 @@ def test_chosen_tokens_are_judged_as_the_live_run_was(tmp_path, wrong):
             for n, row in zip(nodes, logits, strict=True)
         ]
 
-    host = Faulty(engine("qwen3_5_text"), chosen=chosen)
+    host = Faulty(small(), chosen=chosen)
     live, replayed = record_trace(host, [SIDE], SETTINGS, tmp_path / "t"), replay(tmp_path / "t")
     equal(live, replayed)
     assert replayed["exit_code"] == wrong
@@ -380,7 +380,7 @@ def foreign(path, host, *, modes=("tree_forked", "linear"), item=ITEM, forked=FO
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_passes_of_another_engine_are_judged_by_ar_of_the_model(tmp_path, dtype):
-    host = engine("qwen3_5_text", dtype)
+    host = small(dtype)
     record = replay(foreign(tmp_path / "t", host), reference=host)
     assert record["verdict"]["modes"] == {"linear": "pass", "tree_forked": "pass", "tree_unforked": "fail"}
     assert record["exit_code"] == 0 and record["trace"]["supplied"] == ["ar", "forward", "tree_unforked"]
@@ -389,7 +389,7 @@ def test_passes_of_another_engine_are_judged_by_ar_of_the_model(tmp_path, dtype)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tree_pass_alone_is_judged_if_it_alone_is_required(tmp_path, dtype):
-    host, settings = engine("qwen3_5_text", dtype), replace(SETTINGS, require=("tree_forked",))
+    host, settings = small(dtype), replace(SETTINGS, require=("tree_forked",))
     path = foreign(tmp_path / "t", host, modes=("tree_forked",))
     record = replay(path, settings, reference=host)
     assert record["exit_code"] == 0 and record["verdict"]["modes"]["linear"] == "not_run"
@@ -412,7 +412,7 @@ def test_a_tree_pass_alone_is_judged_if_it_alone_is_required(tmp_path, dtype):
     ids=["depths", "rows", "twice"],
 )
 def test_positions_that_are_no_depths_fail_whatever_the_logits_did(tmp_path, positions, says):
-    host = engine("qwen3_5_text")
+    host = small()
     path = foreign(tmp_path / "t", host, modes=("tree_forked",), positions=positions(ITEM.tree))
     record = replay(path, replace(SETTINGS, require=("tree_forked",)), reference=host)
     assert record["exit_code"] == (1 if says else 0)
@@ -421,7 +421,7 @@ def test_positions_that_are_no_depths_fail_whatever_the_logits_did(tmp_path, pos
 
 @pytest.mark.parametrize("second", [FORKED, UNFORKED], ids=["same", "other"])
 def test_two_passes_of_one_step_must_agree(tmp_path, second):
-    host = engine("qwen3_5_text")
+    host = small()
     prefix, case = host.prefill(ITEM.tokens), ITEM.tree
     with TraceWriter(
         tmp_path / "t", engine="elsewhere", model="m", dtype="float32", vocab_size=host.vocab_size
@@ -438,7 +438,7 @@ def test_two_passes_of_one_step_must_agree(tmp_path, second):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("modes", [("tree_forked",), ("tree_forked", "linear")], ids=["alone", "with-linear"])
 def test_the_pass_of_an_engine_that_does_not_fork_looks_unforked(tmp_path, modes, dtype):
-    host = engine("qwen3_5_text", dtype)
+    host = small(dtype)
     path = foreign(tmp_path / "t", host, modes=modes, forked=UNFORKED)
     record = replay(path, replace(SETTINGS, require=("tree_forked",)), reference=host)
     assert record["exit_code"] == 1
@@ -450,7 +450,7 @@ def test_the_pass_of_an_engine_that_does_not_fork_looks_unforked(tmp_path, modes
 def test_one_wrong_edge_of_another_engine_is_found_in_float32(tmp_path):
     from ddtree_check.model.wiring import Wiring
 
-    host = engine("qwen3_5_text")
+    host = small()
     wrong = Wiring("x", state=lambda t: (*t.parents[:-1], 0))
     record = replay(foreign(tmp_path / "t", host, forked=wrong), reference=host)
     assert record["exit_code"] == 1
@@ -460,13 +460,13 @@ def test_one_wrong_edge_of_another_engine_is_found_in_float32(tmp_path):
 
 def test_other_weights_are_no_fault_of_the_verify_pass(tmp_path):
     path = foreign(tmp_path / "t", make_engine("qwen3_5_text", seed=1))
-    record = replay(path, reference=engine("qwen3_5_text"))
+    record = replay(path, reference=small())
     assert record["exit_code"] == 2 and record["verdict"]["modes"]["tree_forked"] == "reference_unusable"
     assert any("differs from the reference at the root already" in reason for reason in record["verdict"]["reasons"])
 
 
 def test_an_ar_of_its_own_is_checked_against_the_model(tmp_path):
-    host = engine("qwen3_5_text")
+    host = small()
     modes = ("ar", "linear", "chain", "tree_forked", "tree_unforked")
     record = replay(foreign(tmp_path / "t", host, modes=modes), reference=host)
     assert record["exit_code"] == 0 and record["trace"]["supplied"] == []
@@ -477,14 +477,14 @@ def test_an_ar_of_its_own_is_checked_against_the_model(tmp_path):
 
 
 def test_some_paths_of_linear_are_a_control_and_no_verdict(tmp_path):
-    host = engine("qwen3_5_text")
+    host = small()
     record = replay(foreign(tmp_path / "t", host, keep=2), reference=host)
     assert record["verdict"]["modes"]["linear"] == "not_run" and record["verdict"]["modes"]["tree_forked"] == "pass"
     assert "rows at" in record["cases"][0]["modes"]["linear"]["reason"] and "chain" in record["floor"]["controls"]
 
 
 def test_a_linear_narrower_than_the_tree_is_no_control(tmp_path):
-    host = engine("qwen3_5_text")
+    host = small()
     longest = max(len(path.nodes) for path in leaf_paths(TREE))
     record = replay(foreign(tmp_path / "t", host, rows=longest), reference=host)
     assert record["verdict"]["modes"]["linear"] == "pass" and "pad" not in record["floor"]["controls"]
@@ -492,7 +492,7 @@ def test_a_linear_narrower_than_the_tree_is_no_control(tmp_path):
 
 
 def test_padding_rows_are_left_out(tmp_path):
-    host = engine("qwen3_5_text")
+    host = small()
     nodes = [-1, *range(len(TREE)), -1, -1]
 
     def padded(rows):
@@ -503,7 +503,7 @@ def test_padding_rows_are_left_out(tmp_path):
 
 
 def test_nan_in_a_recorded_row_is_a_defect(tmp_path):
-    host = engine("qwen3_5_text")
+    host = small()
 
     def spoilt(rows):
         rows = rows.clone()
@@ -522,7 +522,7 @@ def test_nan_in_a_recorded_row_is_a_defect(tmp_path):
 
 
 def test_a_pass_that_was_fed_other_tokens_is_no_verify_fault(tmp_path):
-    host, settings = engine("qwen3_5_text"), replace(SETTINGS, require=("tree_forked",))
+    host, settings = small(), replace(SETTINGS, require=("tree_forked",))
     ids = [*TREE.tokens[:5], 3, *TREE.tokens[6:]]
     path = foreign(tmp_path / "a", host, modes=("tree_forked",), input_ids=ids)
     record = replay(path, settings, reference=host)
@@ -538,7 +538,7 @@ def test_a_pass_that_was_fed_other_tokens_is_no_verify_fault(tmp_path):
 
 
 def test_prompts_that_a_trace_should_have_had_are_compared(tmp_path):
-    host = engine("qwen3_5_text")
+    host = small()
     path = foreign(tmp_path / "t", host)
     assert replay(path, reference=host, prompts={"p": ITEM.tokens, "q": (1, 2)})["exit_code"] == 0
     record = replay(path, reference=host, prompts={"p": (1, *ITEM.tokens)})
@@ -550,7 +550,7 @@ def test_prompts_that_a_trace_should_have_had_are_compared(tmp_path):
 
 
 def test_the_top_k_alone_still_tell_a_leak(tmp_path):
-    host, settings = engine("qwen3_5_text"), replace(SETTINGS, require=("tree_forked",))
+    host, settings = small(), replace(SETTINGS, require=("tree_forked",))
     right = replay(foreign(tmp_path / "a", host, modes=("tree_forked",), top=8), settings, reference=host)
     assert right["exit_code"] == 0 and any("top k only" in note for note in right["trace"]["notes"])
     assert right["cases"][0]["nodes"][3]["tree_forked"]["kl"] is None
@@ -600,7 +600,7 @@ def test_ids_that_fell_out_of_the_top_k_count():
 
 @pytest.mark.slow
 def test_the_accepted_path_of_the_engine_is_shown_beside_ar(tmp_path):
-    host = engine("qwen3_5_text")
+    host = small()
     live = check(host, [ITEM], SETTINGS)["cases"][0]["acceptance"]["ar"]
     other = next(node for node in range(1, len(TREE)) if list(TREE.path(node)) != live["path"])
     for name, path in (("right", live["path"]), ("wrong", TREE.path(other))):
@@ -639,7 +639,7 @@ def test_compare_judges_a_trace_from_the_command_line(tmp_path, capsys):
 )
 def test_a_trace_that_would_be_too_large_is_refused_before_it_is_begun(tmp_path, capsys, more):
     folder = tmp_path / "t"
-    live = ["compare", "--limit", "1", "--budget", "4,6", "--draft", "self", *more, "--save-trace", str(folder)]
+    live = ["compare", "--limit", "1", "--budget", "2,3", "--draft", "self", *more, "--save-trace", str(folder)]
     assert main([*live, "--max-bytes", "1000"]) == 3 and not folder.exists()
     said = capsys.readouterr().err
     found = re.fullmatch(
@@ -674,14 +674,14 @@ def test_bad_words_are_refused_in_one_line(words, message, capsys):
 def test_a_trace_is_no_live_engine(tmp_path):
     from ddtree_check.base.errors import Unsupported
 
-    host = TraceEngine.load(foreign(tmp_path / "t", engine("qwen3_5_text")))
+    host = TraceEngine.load(foreign(tmp_path / "t", small()))
     assert host.supports(None) and host.describe()["engine"] == "elsewhere"
     with pytest.raises(Unsupported, match="a trace holds passes that were run"):
         host.prefill((1, 2))
 
 
 def test_a_trace_of_another_vocabulary_or_dtype_is_refused(tmp_path, capsys):
-    path = foreign(tmp_path / "t", engine("qwen3_5_text"))
+    path = foreign(tmp_path / "t", small())
     with pytest.raises(UsageError, match="expected the same model"):
         replay(path, reference=TraceEngine.load(_wider(tmp_path / "w")))
     assert main(["compare", "--engine", "trace", str(path), "--model", "tiny-qwen3_5", "--dtype", "bf16"]) == 3

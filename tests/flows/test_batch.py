@@ -22,7 +22,7 @@ from ddtree_check.report.terminal import batch_blocks
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.tree.draft_tree import DraftTree
-from tests.models import engine, make_engine, off, prompt, tree
+from tests.models import engine, make_engine, make_small, off, prompt, small, tree
 from tests.own_engine import Least
 
 ITEMS = [
@@ -85,7 +85,7 @@ def test_several_requests_are_each_as_alone(family, padding):
 @pytest.mark.parametrize("padding", BOTH)
 @pytest.mark.parametrize("count", [1, 3])
 def test_prompts_are_prefilled_together(padding, count):
-    host = engine("qwen3_5_text")
+    host = small()
     prompts = [item.tokens for item in ITEMS[:count]]
     found = host.batches().prefill(prompts, padding=padding, width=30)
     for text, prefix in zip(prompts, found, strict=True):
@@ -95,7 +95,7 @@ def test_prompts_are_prefilled_together(padding, count):
 
 
 def test_rows_move_and_fork_bit_for_bit():
-    host = engine("qwen3_5_text")
+    host = small()
     prefixes = [host.prefill(item.tokens) for item in ITEMS]
     for place, found in zip((2, 0, 0, 1), host.batches().reorder(prefixes, (2, 0, 0, 1)), strict=True):
         assert apart(host, prefixes[place], found) == 0 and found.length == prefixes[place].length
@@ -175,7 +175,7 @@ def test_a_neighbours_state_is_named_by_request_node_layer_and_channel(layer, ch
 
 def test_one_requests_gate_for_all_spares_the_first(monkeypatch):
     """In the library's own pass: the tree path and whoever stands first are right."""
-    host = make_engine("qwen3_5_text")
+    host = make_small()
     right = host._module.torch_chunk_gated_delta_rule
 
     def first_gate(*args, g, **kwargs):
@@ -198,7 +198,7 @@ def test_the_same_in_our_tree_path(monkeypatch):
         return gated_delta.rows(swap, *args, g=g[:1].expand_as(g), **kwargs)
 
     monkeypatch.setitem(transformers.ADAPTERS, "gated_delta", first_gate)
-    found = run(make_engine("qwen3_5_text"))
+    found = run(make_small())
     assert {(f["layer"], f["channel"]) for f in found["findings"] if f["check"] == "verify"} == {(0, "recurrent")}
 
 
@@ -258,7 +258,7 @@ def test_padding_that_is_ignored_in_a_batch_of_one_only(monkeypatch):
 
 
 def test_padding_that_attention_sees_hits_who_is_padded(monkeypatch):
-    host = make_engine("qwen3_5_text")
+    host = make_small()
     right = host._masks
 
     def open_columns(seen, padding=None):
@@ -279,7 +279,7 @@ def test_padding_that_attention_sees_hits_who_is_padded(monkeypatch):
 
 
 def test_state_that_is_kept_outside_of_a_prefix_shows_when_a_runs_again():
-    host = engine("qwen3_5_text")
+    host = small()
     left = [0.0]
 
     def verify(prefix, case, wiring):
@@ -296,7 +296,7 @@ def test_state_that_is_kept_outside_of_a_prefix_shows_when_a_runs_again():
 
 
 def test_another_order_of_sums_is_explained_by_the_width_and_nothing_above_it():
-    host, size = engine("qwen3_5_text"), 3e-3
+    host, size = small(), 3e-3
 
     def jittered(size, logits):
         draw = torch.Generator().manual_seed(0)
@@ -330,10 +330,10 @@ def test_a_pass_that_breaks_down_or_is_refused_is_found():
     def refuses(right, *args, **kwargs):
         raise Unsupported("no steps of several requests")
 
-    found = run(inject.batched(engine("qwen3_5_text"), step=breaks))
+    found = run(inject.batched(small(), step=breaks))
     assert found["exit_code"] == 1 and where(found, "check", "request") == {("step", "all")}
     assert "the pass broke down: RuntimeError: sizes of tensors must match" in found["verdict"]["reasons"][0]
-    found = run(inject.batched(engine("qwen3_5_text"), step=refuses))
+    found = run(inject.batched(small(), step=refuses))
     assert found["exit_code"] == 2 and where(found, "verdict") == {("unsupported",)}
     assert found["verdict"]["reasons"][0].startswith("batch: unsupported: step, batch of 2")
 
@@ -346,7 +346,7 @@ def test_what_is_not_finite_is_never_within(number):
         found[-1].logits[2, 7] = number
         return found
 
-    found = run(inject.batched(engine("qwen3_5_text"), verify=verify))
+    found = run(inject.batched(small(), verify=verify))
     assert found["exit_code"] == 1 and where(found, "node", "error") == {(2, None)}
     assert json.dumps(found, allow_nan=False)
 

@@ -22,7 +22,7 @@ from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, keeps
 from ddtree_check.tree.accept import accept_nodes
 from ddtree_check.tree.draft_tree import DraftTree
-from tests.models import engine, make_engine, prompt, tree
+from tests.models import engine, make_engine, prompt, small, tree
 
 # 0 ─┬─ 1 ── 2 ── 3        depth first: on the first branch, node and depth are the same number
 #    ├─ 4 ─┬─ 5 ── 6
@@ -32,7 +32,7 @@ TREE = DraftTree((5, 11, 12, 13, 21, 22, 23, 24, 31, 32), (-1, 0, 1, 2, 0, 4, 5,
 SIDE, LAST = 6, 9
 SOME = ("zero", "full", "branch", "9")  # nodes 0, 3, 6, 9
 DTYPES = ("float32", "bfloat16")
-DELTA = [0, 1, 2]  # the layers of the small model; 3 is attention
+DELTA = [0]  # the layers of the small model; 1 is attention
 
 
 # --- which paths ------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def verdicts(record: dict, mode: str) -> dict[int, str]:
     + [pytest.param(n, dtype, ("every",), marks=pytest.mark.slow) for n in (1, 2, 3, 4, 5) for dtype in DTYPES],
 )  # up to two more than the window is wide
 def test_every_node_commits_right_after_short_prompts(length, dtype, accept):
-    record = commits(engine("qwen3_5_text", dtype), length=length, accept=accept)
+    record = commits(small(dtype), length=length, accept=accept)
     assert record["exit_code"] == 0, record["verdict"]["reasons"]
     for mode in ("linear", "tree_forked"):
         assert set(verdicts(record, mode).values()) == {"pass"}
@@ -137,7 +137,7 @@ def test_every_node_commits_right_after_short_prompts(length, dtype, accept):
 @pytest.mark.parametrize("budget", [1, 17, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 16, 33, 64))])
 def test_budgets(budget):
     accept = ("zero", "first", "full", "branch")
-    record = commits(engine("qwen3_5_text"), tree("random", budget, seed=budget), accept=accept)
+    record = commits(small(), tree("random", budget, seed=budget), accept=accept)
     forks = budget > 1  # a root alone forks nothing, which proves nothing of a recurrent model
     assert record["exit_code"] == (0 if forks else 2) or record["verdict"]["sensitive"] is False
     assert set(verdicts(record, "tree_forked").values()) == {"pass"}
@@ -176,7 +176,7 @@ FAULTS = [
         ["convolution window: rows of nodes 3 4 5 6, expected nodes 0 4 5 6"], id="windows-overlap-in-the-row-buffer",
     ),
     pytest.param(
-        keeps(BY_DEPTH, "keys"), {"keys", "values"}, [3], {0, 3}, SIDE,
+        keeps(BY_DEPTH, "keys"), {"keys", "values"}, [1], {0, 3}, SIDE,
         ["keys: rows of nodes 1 2 3, expected nodes 4 5 6"], id="first-rows-of-the-keys",
     ),
     pytest.param(
@@ -188,7 +188,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("commit", "channels", "layers", "right", "node", "says"), FAULTS)
 def test_a_wrong_commit_is_a_defect_where_it_is(commit, channels, layers, right, node, says):
-    record = commits(Faulty(engine("qwen3_5_text"), commit=commit), accept=SOME)
+    record = commits(Faulty(small(), commit=commit), accept=SOME)
     assert record["exit_code"] == 1 and record["verdict"]["modes"]["tree_forked"] == "pass"  # the logits are right
     assert any(reason.startswith("commit after tree_forked: fail") for reason in record["verdict"]["reasons"])
     accepts = {accept["node"]: accept["modes"]["tree_forked"] for accept in record["cases"][0]["commit"]}
@@ -202,7 +202,7 @@ def test_a_wrong_commit_is_a_defect_where_it_is(commit, channels, layers, right,
 
 def test_a_commit_that_never_happened_shows_at_the_first_plain_step():
     """All logits of the verify pass are right, and the commit itself returns the right contents."""
-    host = inject.stale_slots(engine("qwen3_5_text"))
+    host = inject.stale_slots(small())
     record = commits(host, accept=("branch",))
     found = record["cases"][0]["commit"][0]["modes"]["tree_forked"]
     assert record["exit_code"] == 1 and found["bad"] == [] and found["steps"][0]["verdict"] in ("leak", "flip")
@@ -212,7 +212,7 @@ def test_a_commit_that_never_happened_shows_at_the_first_plain_step():
 @pytest.mark.parametrize("channel", ["recurrent", "conv"])
 def test_a_linear_rollback_fails_after_a_partial_accept_only(channel):
     fault = keeps(lambda engine, verified, node: engine.commit(verified, len(verified.tree) - 1), channel)
-    host = Faulty(engine("qwen3_5_text"), commit=lambda *args: fault(*args) if args[1].plan is None else args[3])
+    host = Faulty(small(), commit=lambda *args: fault(*args) if args[1].plan is None else args[3])
     record = commits(host, accept=("1", "full", "branch"))
     assert record["exit_code"] == 1 and set(verdicts(record, "tree_forked").values()) == {"pass"}
     leaves = {3, 6}
@@ -246,7 +246,7 @@ def test_right_rows_with_wrong_numbers_are_not_called_rows_of_others():
 
 
 def test_keys_at_another_position_and_lost_rows_are_named():
-    host = Faulty(engine("qwen3_5_text"))
+    host = Faulty(small())
     host._commit = keeps(lambda engine, verified, node: engine.commit(_moved(engine, verified), node), "keys")
     record = commits(host, accept=("branch",))
     (keys, *_) = record["cases"][0]["commit"][0]["modes"]["tree_forked"]["bad"]
@@ -276,7 +276,7 @@ def _short(engine, verified, node, right):
 
 
 def test_a_pass_that_starts_from_zero_leaves_no_nodes_state():
-    host = Faulty(engine("qwen3_5_text"), forked=Wiring("x", state=lambda t: (BLANK, *t.parents[1:])))
+    host = Faulty(small(), forked=Wiring("x", state=lambda t: (BLANK, *t.parents[1:])))
     record = commits(host, accept=("zero", "branch"))
     assert record["exit_code"] == 1 and set(verdicts(record, "tree_forked").values()) == {"fail"}
     bad = record["cases"][0]["commit"][1]["modes"]["tree_forked"]["bad"]
@@ -292,18 +292,18 @@ def test_a_pass_that_starts_from_zero_leaves_no_nodes_state():
     ],
 )
 def test_a_wrong_index_is_seen_in_bf16(fault):
-    record = commits(Faulty(engine("qwen3_5_text", "bfloat16"), commit=fault), accept=SOME)
+    record = commits(Faulty(small("bfloat16"), commit=fault), accept=SOME)
     assert {node for node, verdict in verdicts(record, "tree_forked").items() if verdict == "pass"} == {0, 3}
 
 
 def test_the_wirings_own_commit_channel_is_the_wrong_index():
-    record = commits(Faulty(engine("qwen3_5_text"), forked=Wiring.parse("commit=flat")), accept=SOME)
+    record = commits(Faulty(small(), forked=Wiring.parse("commit=flat")), accept=SOME)
     assert record["verdict"]["modes"]["tree_forked"] == "pass" and record["exit_code"] == 1
     assert {node for node, verdict in verdicts(record, "tree_forked").items() if verdict == "fail"} == {6, 9}
 
 
 def test_states_that_a_prefill_does_not_repeat_judge_nothing():
-    host = Faulty(engine("qwen3_5_text"))
+    host = Faulty(small())
     run = host.contents
     calls = iter(range(10**6))
     host.contents = lambda prefix: _scaled(run(prefix), 1 + 1e-2 * (next(calls) % 2))
@@ -324,7 +324,7 @@ def test_a_pass_that_is_known_to_be_wrong_may_leave_a_wrong_state(monkeypatch):
     monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
     fault = keeps(inject.before, "recurrent")
     host = Faulty(
-        engine("qwen3_5_text"),
+        small(),
         linear=lambda logits: logits.flip(-1),
         commit=lambda *given: fault(*given) if given[1].plan is None else given[3],
     )
@@ -335,7 +335,7 @@ def test_a_pass_that_is_known_to_be_wrong_may_leave_a_wrong_state(monkeypatch):
 
 
 def test_a_commit_outside_the_law_puts_the_control_off():
-    host = Faulty(engine("qwen3_5_text"), unforked=replace(UNFORKED, commit=lambda t: (0,) * len(t)))
+    host = Faulty(small(), unforked=replace(UNFORKED, commit=lambda t: (0,) * len(t)))
     record = commits(host, accept=SOME)
     assert record["exit_code"] == 2
     (reason,) = [r for r in record["verdict"]["reasons"] if "control is off" in r]
@@ -364,9 +364,9 @@ def test_the_view_has_a_line_a_case_and_says_what_was_stored():
 
 
 def test_without_a_pattern_nothing_is_committed():
-    record = check(engine("qwen3_5_text"), [Item("p", prompt(12), tree=TREE)], Settings(controls=1))
+    record = check(small(), [Item("p", prompt(12), tree=TREE)], Settings(controls=1))
     assert record["cases"][0]["commit"] is None and commit_blocks(record) == []
-    chain = commits(engine("qwen3_5_text"), tree("chain", 4), accept=("branch",))
+    chain = commits(small(), tree("chain", 4), accept=("branch",))
     assert chain["cases"][0]["commit"] == [] and "no such path" in render(chain)
 
 
@@ -402,7 +402,7 @@ LACKING = [
 
 @pytest.mark.parametrize(("lacking", "says", "modes"), LACKING)
 def test_a_commit_that_cannot_be_made_is_unsupported_alone(lacking, says, modes):
-    host = lacking(engine("qwen3_5_text"))
+    host = lacking(small())
     record = commits(host, accept=("branch",))
     assert {name: found["verdict"] for name, found in record["cases"][0]["modes"].items()} == {
         "linear": "pass", "tree_forked": "pass", "tree_unforked": "fail"
@@ -419,6 +419,6 @@ def test_a_commit_that_cannot_be_made_is_unsupported_alone(lacking, says, modes)
 
 
 def test_a_red_tree_pass_of_an_engine_without_a_commit_is_still_red():
-    host = Without(Faulty(engine("qwen3_5_text"), forked=UNFORKED), "commit", "contents")
+    host = Without(Faulty(small(), forked=UNFORKED), "commit", "contents")
     record = commits(host, accept=("branch",))
     assert record["exit_code"] == 1 and record["verdict"]["modes"]["tree_forked"] == "fail"

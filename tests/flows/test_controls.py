@@ -7,7 +7,7 @@ from ddtree_check.flows.controls import chain_run, forward_run, repeat_run
 from ddtree_check.model.wiring import FORKED
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.paths import leaf_paths, padded_chain
-from tests.models import engine, prompt, tree
+from tests.models import prompt, small, tree
 
 CASE = DraftTree((5, 17, 23, 101, 44, 150), (-1, 0, 0, 1, 2, 4))
 
@@ -39,7 +39,7 @@ def test_padding_repeats_the_last_token_and_keeps_the_path():
 
 @pytest.mark.parametrize("wiring", [None, FORKED], ids=["linear", "chain"])
 def test_chain_controls_are_noise_and_wide_as_the_tree(wiring):
-    host = engine("qwen3_5_text")
+    host = small()
     prefix = host.prefill(prompt(9))
     reference = host.decode(prefix, CASE)
     found, measured, _ = chain_run(host, prefix, CASE, reference, wiring)
@@ -50,7 +50,7 @@ def test_chain_controls_are_noise_and_wide_as_the_tree(wiring):
 
 
 def test_sampled_controls_say_which_nodes_they_measured():
-    host = engine("qwen3_5_text")
+    host = small()
     case, prefix = tree("random", 40), host.prefill(prompt(9))
     found, measured, _ = chain_run(host, prefix, case, host.decode(prefix, case), FORKED, limit=2)
     paths = leaf_paths(case, limit=2)
@@ -61,14 +61,14 @@ def test_sampled_controls_say_which_nodes_they_measured():
 @pytest.mark.parametrize("most", [40, 8192])
 def test_full_forward_passes_agree_in_any_batching(monkeypatch, most):
     monkeypatch.setattr(noise, "FORWARD_TOKENS", most)
-    host = engine("qwen3_5_text")
+    host = small()
     case, prefix = tree("random", 40), host.prefill(prompt(9))
     found = forward_run(host, prompt(9), case, host.decode(prefix, case))
     assert len(found) == len(case) and (found.max_abs < 1e-3).all()
 
 
 def test_repeat_is_bitwise_here_and_sees_a_reference_that_moved():
-    host = engine("qwen3_5_text")
+    host = small()
     prefix = host.prefill(prompt(9))
     reference = host.decode(prefix, CASE)
     assert not repeat_run(host, prefix, CASE, reference).max_abs.any()

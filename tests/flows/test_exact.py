@@ -209,9 +209,9 @@ def run(engine, tree=TREE, **settings):
 
 
 def test_a_right_engine_is_certified_and_its_control_moves_exactly_where_the_law_says(dtype):
-    found = run(models.engine("qwen3_5_text", dtype), precise=dtype == "float32")
+    found = run(models.small(dtype), precise=dtype == "float32")
     assert found.influence.claimed and found.law.kept and not found.of("moved") and not found.others
-    assert found.law.expected == contaminated(UNFORKED.plan(TREE), models.engine("qwen3_5_text", dtype).layers)
+    assert found.law.expected == contaminated(UNFORKED.plan(TREE), models.small(dtype).layers)
     assert len(found.of("certified")) >= (15 if dtype == "bfloat16" else 3)
     assert found.verdict == ("pass" if dtype == "bfloat16" else "open")
 
@@ -233,7 +233,7 @@ def fault(kind: str, node: int) -> tuple[str, int]:
 )
 def test_one_fault_at_one_node_is_found_in_bfloat16(kind, node):
     channel, source = fault(kind, node)
-    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=moved_edge(channel, node, source))
+    engine = Faulty(models.small("bfloat16"), forked=moved_edge(channel, node, source))
     found = run(engine, control=None)
     assert found.verdict == "fail" and node in found.of("moved") and not found.others
     assert all(node in TREE.path(other) for other in found.of("moved"))
@@ -251,14 +251,14 @@ def test_one_fault_at_one_node_is_found_in_bfloat16(kind, node):
 
 def test_an_engine_that_behaves_on_chains_and_leaks_on_trees_is_caught(dtype):
     flat = lambda tree: tree.parents if tree.is_chain else tuple(range(-1, len(tree) - 1))  # noqa: E731
-    engine = Faulty(models.engine("qwen3_5_text", dtype), forked=Wiring("hidden", state=flat))
+    engine = Faulty(models.small(dtype), forked=Wiring("hidden", state=flat))
     found = run(engine, control=None, precise=dtype == "float32")
     assert found.verdict == "fail" and found.of("moved") == tuple(i for i in range(len(TREE)) if TREE.depth[i] != i)
 
 
 def test_an_engine_that_is_right_for_the_first_rows_only_is_caught():
     late = Wiring("late", state=lambda tree: [parent if i < 8 else i - 1 for i, parent in enumerate(tree.parents)])
-    found = run(Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=late), control=None)
+    found = run(Faulty(models.small("bfloat16"), forked=late), control=None)
     assert found.verdict == "fail" and min(found.of("moved")) == 8
 
 
@@ -267,26 +267,26 @@ def sum_of_tokens(logits, tree, wiring):
 
 
 def test_an_engine_whose_rows_meet_claims_nothing_and_is_not_blamed():
-    found = run(Faulty(models.engine("qwen3_5_text", "bfloat16"), logits=sum_of_tokens))
+    found = run(Faulty(models.small("bfloat16"), logits=sum_of_tokens))
     assert found.verdict == "open" and not found.influence.claimed and not found.of("moved") and found.law is None
     assert "rows of chains move where only tokens behind them change" in found.reason
 
 
 def test_an_engine_that_does_not_repeat_itself_claims_nothing():
     passes = itertools.count()
-    found = run(Faulty(models.engine("qwen3_5_text", "bfloat16"), logits=lambda x, *_: x + next(passes) % 3))
+    found = run(Faulty(models.small("bfloat16"), logits=lambda x, *_: x + next(passes) % 3))
     assert found.verdict == "open" and not found.of("moved")
 
 
 def test_what_ran_before_is_a_finding():
     passes = itertools.count(1)
     late = lambda logits, tree, wiring: logits + (next(passes) > 5 and tree == TREE)  # noqa: E731
-    found = run(Faulty(models.engine("qwen3_5_text", "bfloat16"), logits=late), control=None)
+    found = run(Faulty(models.small("bfloat16"), logits=late), control=None)
     assert found.verdict == "fail" and found.reason == "what ran before moves 15 of 15 rows, first node 0"
 
 
 def test_a_control_that_moves_elsewhere_than_the_law_says_is_shown():
-    engine = models.engine("qwen3_5_text", "bfloat16")
+    engine = models.small("bfloat16")
     still = Faulty(engine, unforked=FORKED)
     assert run(still).law.missed == contaminated(UNFORKED.plan(TREE), engine.layers)
     stray = Wiring("stray", state="flat", conv="flat", mask=lambda tree: with_stranger(tree, 1))
@@ -300,7 +300,7 @@ def with_stranger(tree: DraftTree, node: int) -> np.ndarray:
 
 
 def test_prefill_and_verify_are_enough():
-    inner = models.engine("qwen3_5_text", "bfloat16")
+    inner = models.small("bfloat16")
     parts = {"vocab_size": inner.vocab_size, "layers": inner.layers, "prefill": inner.prefill}
     assert run(Checked(SimpleNamespace(**parts, verify=inner.verify), name="bare")).verdict == "pass"
     wrong = Faulty(inner, forked=moved_edge("mask", 9, fault("stranger in mask", 9)[1]))
@@ -309,7 +309,7 @@ def test_prefill_and_verify_are_enough():
 
 
 def test_rows_that_were_made_already_are_not_made_again():
-    engine = models.engine("qwen3_5_text", "bfloat16")
+    engine = models.small("bfloat16")
     prefix = engine.prefill(PROMPT)
     rows = digests(engine.verify(prefix, TREE, FORKED).logits)
     chains = dict(enumerate(rows))
@@ -324,19 +324,19 @@ def small():
 
 
 def test_orders_requests_and_commits_of_a_right_engine(small):
-    found = run(models.engine("qwen3_5_text", "bfloat16"), small, how="all", prompt=PROMPT)
+    found = run(models.small("bfloat16"), small, how="all", prompt=PROMPT)
     assert found.verdict == "pass" and not found.others and not found.skipped
     assert {"orders", "requests", "commits"} <= found.passes.keys()
 
 
 def test_a_commit_that_stores_another_row_is_found(small):
-    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), commit=keeps(wired(commit="flat"), "recurrent"))
+    engine = Faulty(models.small("bfloat16"), commit=keeps(wired(commit="flat"), "recurrent"))
     found = run(engine, small, how="all", control=None)
     assert found.verdict == "fail" and "commit of path" in found.reason and "recurrent of layer 0" in found.reason
 
 
 def test_another_request_that_moves_rows_is_found(small):
-    inner = models.engine("qwen3_5_text", "bfloat16")
+    inner = models.small("bfloat16")
     found = run(batched(inner, verify=states_of_next(inner, "recurrent", layer=0)), small, how="all", prompt=PROMPT)
     assert found.verdict == "fail" and "another request's tokens move 8 rows" in found.reason
 
@@ -346,7 +346,7 @@ def test_another_order_that_is_wrong_is_found(small):
         breadth = list(tree.depth) == sorted(tree.depth) and not tree.is_chain and tree != small
         return tuple(range(-1, len(tree) - 1)) if breadth else tree.parents
 
-    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=Wiring("order", state=state))
+    engine = Faulty(models.small("bfloat16"), forked=Wiring("order", state=state))
     found = run(engine, small, how="all", control=None)
     assert found.verdict == "fail" and "with the tree breadth first, " in found.reason
 
@@ -368,7 +368,7 @@ def checked(engine, **settings) -> dict:
 
 
 def test_a_comparison_holds_the_evidence_of_every_node():
-    record = checked(models.engine("qwen3_5_text", "bfloat16"))
+    record = checked(models.small("bfloat16"))
     (case,) = record["cases"]
     assert record["exact"]["verdict"] == case["exact"]["verdict"] == "pass" and record["exact"]["certified"] == len(
         TREE
@@ -376,13 +376,13 @@ def test_a_comparison_holds_the_evidence_of_every_node():
     assert {node["exact"]["value"] for node in case["nodes"]} == {"certified"}
     assert case["exact"]["law"]["expected"] == case["leak_law"]["contaminated"]
     assert "relocation" not in case["exact"]["passes"]  # the chain control was the first draw
-    assert checked(models.engine("qwen3_5_text", "bfloat16"), exact="off")["exact"] is None
+    assert checked(models.small("bfloat16"), exact="off")["exact"] is None
 
 
 def test_a_position_too_far_in_bfloat16_fails_the_run_which_floors_let_pass():
     node = 8  # moved by a quarter of its floor
     moved = moved_edge("positions", node, TREE.depth[node] + 1)
-    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=moved)
+    engine = Faulty(models.small("bfloat16"), forked=moved)
     assert checked(engine, exact="off")["verdict"]["modes"]["tree_forked"] == "pass"
     record = checked(engine)
     assert record["exit_code"] == 1 and record["verdict"]["modes"]["tree_forked"] == "fail"
@@ -394,7 +394,7 @@ def test_a_position_too_far_in_bfloat16_fails_the_run_which_floors_let_pass():
 
 def test_a_control_that_moves_other_nodes_than_the_law_says_proves_nothing():
     stray = Wiring("stray", state="flat", conv="flat", mask=lambda tree: with_stranger(tree, 1))
-    engine = Faulty(models.engine("qwen3_5_text", "bfloat16"), unforked=stray, exact_control=False)
+    engine = Faulty(models.small("bfloat16"), unforked=stray, exact_control=False)
     record = checked(engine)
     assert record["cases"][0]["exact"]["law"]["outside"] == [1] and record["exit_code"] == 2
     assert any("the unforked control is off" in reason for reason in record["verdict"]["reasons"])

@@ -21,7 +21,7 @@ from ddtree_check.selftest.inject import Faulty, keeps
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.recorded import Marginals
 from ddtree_check.tree.paths import first_branch, padded_chain
-from tests.models import engine, make_engine, nan_at_the_root, prompt, tree
+from tests.models import engine, make_engine, nan_at_the_root, prompt, small, tree
 
 SETTINGS = Settings(budgets=(16,))
 ITEMS = [Item("one", prompt(1, 1)), Item("some", prompt(12, 0))]
@@ -37,7 +37,7 @@ def run(host, items=ITEMS, count: int = 6, settings: Settings = SETTINGS, **roun
 
 @pytest.fixture(scope="module")
 def right():
-    return run(engine("qwen3_5_text"), count=8, modes=tuple(MODES), plain=3)
+    return run(small(), count=8, modes=tuple(MODES), plain=3)
 
 
 # --- a right engine ---------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_forked_rounds_give_plain_decodings_text_and_unforked_ones_do_not(right)
     for prompt_ in right["prompts"]:
         item = next(item for item in ITEMS if item.id == prompt_["id"])
         text = prompt_["modes"]["tree_forked"]["tokens"]
-        assert text == plain_text(engine("qwen3_5_text"), item, len(text))
+        assert text == plain_text(small(), item, len(text))
         assert len(text) == 1 + sum(found["emitted"] for found in prompt_["modes"]["tree_forked"]["rounds"])
 
 
@@ -93,7 +93,7 @@ def test_other_families(family):
 
 
 def test_bf16_parts_at_ties_only():
-    found = run(engine("qwen3_5_text", "bfloat16"), count=5, modes=("linear", "tree_forked"))
+    found = run(small("bfloat16"), count=5, modes=("linear", "tree_forked"))
     assert found["summary"]["tree_forked"]["off"] == found["summary"]["linear"]["off"] == 0
 
 
@@ -101,14 +101,14 @@ def test_bf16_parts_at_ties_only():
 @pytest.mark.parametrize("draft", ["self", "ngram"])
 def test_draft_sources_and_orders(draft, order):
     settings = replace(SETTINGS, draft=draft, order=order)
-    assert run(engine("qwen3_5_text"), ITEMS, 3, settings, modes=("tree_forked",))["summary"]["tree_forked"]["off"] == 0
+    assert run(small(), ITEMS, 3, settings, modes=("tree_forked",))["summary"]["tree_forked"]["off"] == 0
 
 
 # --- the ends of a text and of a draft --------------------------------------------------------------------------------
 
 
 def test_a_text_ends_with_its_end_token_wherever_that_stands():
-    host, item = engine("qwen3_5_text"), ITEMS[1]
+    host, item = small(), ITEMS[1]
     text = plain_text(host, item, 12)
     for place in (0, 1, 2, 5):  # the root, inside an accepted path, a bonus token
         stop = text[place]
@@ -140,18 +140,18 @@ def test_a_tree_is_no_deeper_than_the_context_has_room():
 
 def test_an_empty_draft_is_a_plain_step(monkeypatch):
     monkeypatch.setattr(module, "draft_tree", lambda table, settings, budget, root: DraftTree((root,), (-1,)))
-    found = run(engine("qwen3_5_text"), ITEMS[1:], 5)
+    found = run(small(), ITEMS[1:], 5)
     for mode in found["summary"]:
-        assert found["prompts"][0]["modes"][mode]["tokens"] == plain_text(engine("qwen3_5_text"), ITEMS[1], 6)
+        assert found["prompts"][0]["modes"][mode]["tokens"] == plain_text(small(), ITEMS[1], 6)
     assert found["exit_code"] == 2 and any("not exercised: 0%" in reason for reason in found["verdict"]["reasons"])
 
 
 def test_recorded_marginals_go_on_and_a_fixed_tree_does_not():
     marginals = Marginals(((3, 4), (5, 6)), ((-0.5, -1.0), (-0.4, -1.2)))
-    found = run(engine("qwen3_5_text"), [Item("m", prompt(5), recorded=marginals)], 3, modes=("tree_forked",))
+    found = run(small(), [Item("m", prompt(5), recorded=marginals)], 3, modes=("tree_forked",))
     assert found["summary"]["tree_forked"]["off"] == 0
     with pytest.raises(UsageError, match="got one fixed tree, expected a draft that goes on"):
-        run(engine("qwen3_5_text"), [Item("t", prompt(5), tree=tree("kary", 6))])
+        run(small(), [Item("t", prompt(5), tree=tree("kary", 6))])
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_recorded_marginals_go_on_and_a_fixed_tree_does_not():
 
 def test_a_commit_by_accepted_length_leaves_the_text_after_a_side_branch():
     fault = keeps(inject.wired(commit="flat"), "recurrent")
-    found = run(Faulty(engine("qwen3_5_text"), commit=fault), count=8, modes=("tree_forked",))
+    found = run(Faulty(small(), commit=fault), count=8, modes=("tree_forked",))
     forked = found["summary"]["tree_forked"]
     assert found["exit_code"] == 1 and forked["off"] > 0 and forked["drift"]["largest"] > 0.01
     first = forked["first"]
@@ -170,7 +170,7 @@ def test_a_commit_by_accepted_length_leaves_the_text_after_a_side_branch():
 
 
 def test_a_slot_from_before_the_accept_shows_in_plain_steps_only():
-    host = inject.stale_slots(engine("qwen3_5_text"))
+    host = inject.stale_slots(small())
     assert run(host, count=6, modes=("tree_forked",))["summary"]["tree_forked"]["off"] == 0
     found = run(host, count=6, modes=("tree_forked",), plain=1)
     off = [r for p in found["prompts"] for r in p["modes"]["tree_forked"]["rounds"] if r["parted"]]
@@ -186,14 +186,14 @@ def _agrees(logits, case, wiring):
 
 
 def test_an_acceptance_that_is_too_good_is_an_alarm():
-    host = Faulty(engine("qwen3_5_text"), logits=_agrees)
+    host = Faulty(small(), logits=_agrees)
     found = run(host, count=4, settings=replace(SETTINGS, acceptance=0.3))["summary"]["tree_forked"]
     assert found["moved_per_round"] > 0 and found["alarm"].startswith("accepts more than plain decoding would")
     assert found["accepted_per_round"] is found["tokens_per_round"] is None
 
 
 def test_logits_that_are_not_finite_are_off_and_no_tie():
-    host = Faulty(engine("qwen3_5_text"), logits=nan_at_the_root)
+    host = Faulty(small(), logits=nan_at_the_root)
     found = run(host, ITEMS[1:], 2, modes=("tree_forked",))
     assert found["exit_code"] == 1 and found["summary"]["tree_forked"]["ties"] == 0
     assert json.loads(json.dumps(found, allow_nan=False)) == found
@@ -201,9 +201,7 @@ def test_logits_that_are_not_finite_are_off_and_no_tie():
 
 
 def test_a_lost_position_is_a_drift_without_a_number():
-    host = Faulty(
-        engine("qwen3_5_text"), commit=lambda _, verified, node, right: replace(right, length=right.length - 1)
-    )
+    host = Faulty(small(), commit=lambda _, verified, node, right: replace(right, length=right.length - 1))
     assert run(host, ITEMS[1:], 2, modes=("tree_forked",))["summary"]["tree_forked"]["drift"]["largest"] is None
 
 
@@ -211,7 +209,7 @@ def test_a_known_failure_of_the_library_is_named_and_no_defect(monkeypatch):
     entry = KnownFailure(
         "bent", "transformers", ">=5", ("qwen3_5_text",), "linear", "linear", "bends", "see", "1", "state=flat"
     )
-    host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits.flip(-1))
+    host = Faulty(small(), linear=lambda logits: logits.flip(-1))
     assert run(host, ITEMS[1:], 2)["exit_code"] == 1
     monkeypatch.setattr("ddtree_check.judge.known.load_known", lambda: (entry,))
     found = run(host, ITEMS[1:], 2)
@@ -219,13 +217,13 @@ def test_a_known_failure_of_the_library_is_named_and_no_defect(monkeypatch):
 
 
 def test_a_control_that_never_leaves_the_text_proves_nothing():
-    host = Faulty(engine("qwen3_5_text"), unforked=FORKED)
+    host = Faulty(small(), unforked=FORKED)
     found = generate(host, ITEMS[1:], SETTINGS, Rounds(3))
     assert found["exit_code"] == 2 and any("insensitive" in reason for reason in found["verdict"]["reasons"])
 
 
 def test_a_required_mode_that_did_not_run_is_inconclusive():
-    found = run(engine("qwen3_5_text"), ITEMS[1:], 2, modes=("tree_forked",))
+    found = run(small(), ITEMS[1:], 2, modes=("tree_forked",))
     assert found["exit_code"] == 2 and "rounds: linear: not_run" in found["verdict"]["reasons"]
 
 
@@ -250,7 +248,7 @@ def test_settings_name_what_is_wrong(wrong):
 
 
 def test_a_killed_run_goes_on_after_its_whole_lines(tmp_path):
-    path, host = tmp_path / "run.jsonl", Faulty(engine("qwen3_5_text"))
+    path, host = tmp_path / "run.jsonl", Faulty(small())
     rounds = Rounds(2, ("tree_forked",))
     whole = generate(host, ITEMS, SETTINGS, rounds, journal=path)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -276,7 +274,7 @@ def test_a_killed_run_goes_on_after_its_whole_lines(tmp_path):
 
 
 def test_looking_ahead_is_plain_decoding_from_wherever_the_text_went():
-    host = engine("qwen3_5_text")
+    host = small()
     ahead = Ahead(host, host.prefill(prompt(5)), 7)
     ahead.row(4)
     greedy = [int(ahead.row(k).argmax()) for k in range(3)]
@@ -295,7 +293,7 @@ def test_the_first_branch():
 
 
 def test_a_mode_whose_wiring_is_refused_is_unsupported_and_the_others_go_on():
-    host = Faulty(engine("qwen3_5_text"), supports=lambda wiring: "no links here" if wiring is UNFORKED else None)
+    host = Faulty(small(), supports=lambda wiring: "no links here" if wiring is UNFORKED else None)
     found = run(host, ITEMS[1:], 2, modes=("tree_forked", "tree_unforked", "leaky_commit"))
     assert found["unsupported"] == {"tree_unforked": "no links here", "leaky_commit": "no links here"}
     assert set(found["summary"]) == set(found["prompts"][0]["modes"]) == {"tree_forked"}
@@ -315,7 +313,7 @@ def test_a_commit_that_is_refused_takes_its_mode_alone():
             return right
         raise Unsupported("no commit of a tree")
 
-    found = run(Faulty(engine("qwen3_5_text"), commit=commit), ITEMS[1:], 1, modes=("linear", "tree_forked"))
+    found = run(Faulty(small(), commit=commit), ITEMS[1:], 1, modes=("linear", "tree_forked"))
     assert found["unsupported"] == {"tree_forked": "no commit of a tree"} and set(found["summary"]) == {"linear"}
     assert found["exit_code"] == 2 and found["summary"]["linear"]["off"] == 0
 
@@ -324,7 +322,7 @@ def test_an_engine_that_refuses_its_own_pass_and_full_passes_still_tells_a_leak(
     def forward(paths, keep):
         raise Unsupported("no full pass")
 
-    host = Faulty(engine("qwen3_5_text"), supports=lambda wiring: "no" if wiring is None else None, forward=None)
+    host = Faulty(small(), supports=lambda wiring: "no" if wiring is None else None, forward=None)
     host.__dict__["forward"] = forward
     found = run(host, ITEMS, 4, modes=("tree_forked", "tree_unforked"))
     assert found["summary"]["tree_forked"]["off"] == 0 and found["summary"]["tree_unforked"]["off"] > 0
@@ -332,7 +330,7 @@ def test_an_engine_that_refuses_its_own_pass_and_full_passes_still_tells_a_leak(
 
 @pytest.mark.parametrize(("place", "off"), [(0, False), (1, True)])
 def test_tokens_that_the_engine_takes_itself_decide_its_rounds(place, off):
-    host = Faulty(engine("qwen3_5_text"), chosen=inject.takes(place, "tree_forked"))
+    host = Faulty(small(), chosen=inject.takes(place, "tree_forked"))
     found = run(host, ITEMS[1:], 2, modes=("tree_forked",))
     assert bool(found["summary"]["tree_forked"]["off"]) == off
     assert not off or found["summary"]["tree_forked"]["first"]["margin"] > 0

@@ -12,7 +12,7 @@ from ddtree_check.flows.rounds import Rounds, generate
 from ddtree_check.judge.known import load_known
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.tree.case import load_prompts
-from tests.models import VOCAB, engine, prompt
+from tests.models import VOCAB, engine, prompt, small
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ class Breaks:
 def test_what_an_engine_raises_is_one_line():
     items, settings = [Item("p", prompt(5))], Settings(budgets=(4,), length=3)
     with pytest.raises(UsageError, match="engine Breaks: verify raised RuntimeError: boom; run it alone"):
-        check(Breaks(engine("qwen3_5_text"), RuntimeError("boom")), items, settings)
+        check(Breaks(small(), RuntimeError("boom")), items, settings)
     with pytest.raises(UsageError, match="engine transformers: verify raised RuntimeError: boom; run it alone"):
-        check(Faulty(engine("qwen3_5_text"), linear=_boom), items, settings)
+        check(Faulty(small(), linear=_boom), items, settings)
 
 
 def _boom(logits):

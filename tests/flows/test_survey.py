@@ -8,12 +8,12 @@ from ddtree_check.flows.survey import survey
 from ddtree_check.model.families import FAMILIES, UNSUPPORTED, find_family
 from ddtree_check.model.small_shapes import SHAPES
 from ddtree_check.model.wiring import FORKED, UNFORKED, contaminated
-from tests.models import make_engine, off, prompt, tree
+from tests.models import engine, off, prompt, tree
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_forked_and_leaks_unforked(family):
-    row = survey(family, nodes=8, prompt=12)
+    row = survey(family, nodes=6, prompt=6)
     recurrent = set(row["layers"]) - {"attention"}
     assert row["exit_code"] == 0 and row["modes"]["tree_forked"] == "pass"
     assert row["modes"]["tree_unforked"] == ("fail" if recurrent else "pass")
@@ -43,8 +43,8 @@ def test_an_unknown_family_is_refused(capsys):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_oracle_knows_every_family(family):
     """Against float64 through our mixers ar and forked are off by rounding, unforked by more."""
-    host = make_engine(family)
-    exact, case, tokens = host.exact(), tree("random", 8), prompt(12)
+    host = engine(family)
+    exact, case, tokens = host.exact(), tree("random", 6), prompt(6)
     want = exact.decode(exact.prefill(tokens), case)
     prefix = host.prefill(tokens)
     spread = want.std(-1)

@@ -139,12 +139,12 @@ def test_views(tmp_path):
 
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "sweep.json"
-    words = ["sweep", "--limit", "1", "--rounds", "2", "--budgets", "6", "--blocks", "8", "--json", str(file)]
+    words = ["sweep", "--limit", "1", "--rounds", "2", "--budgets", "3", "--blocks", "8", "--json", str(file)]
     code = main(words)
     assert code in (0, 2)
     record = json.loads(file.read_text())
     assert record["schema"] == "ddtree-check/sweep/1" and record["settings"]["blocks"] == [8]
-    assert record["command"] == "ddtree-check sweep --limit 1 --budgets 6 --blocks 8 --rounds 2"
+    assert record["command"] == "ddtree-check sweep --limit 1 --budgets 3 --blocks 8 --rounds 2"
     shown = capsys.readouterr().out
     assert "Block 8" in shown
     assert main(["show", str(file)]) == 0 and capsys.readouterr().out == shown

@@ -531,8 +531,8 @@ def test_no_file_of_the_current_directory_stands_before_the_package(here, monkey
     (here / "json.py").write_text("raise SystemExit(0)\n")
     (here / "ddtree_check.py").write_text("raise SystemExit(0)\n")
     monkeypatch.setenv("PYTHONPATH", str(REPO))
-    result = run_cell(Cell("x", Job(model="none-such-model"), 120.0), here / "record.json", here / "log")
-    assert (result.verdict, result.exit_code) == ("error", 3) and "no weights for 'none-such-model'" in result.reason
+    result = run_cell(Cell("x", Job(prompts="none.jsonl"), 120.0), here / "record.json", here / "log")
+    assert (result.verdict, result.exit_code) == ("error", 3) and "none.jsonl: No such file" in result.reason
 
 
 def test_a_broken_journal_starts_afresh():

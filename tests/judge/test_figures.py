@@ -58,9 +58,9 @@ def run():
     """Return a function that checks one prompt on a small model."""
     pytest.importorskip("torch")
     from ddtree_check.flows.check import Item, Settings, check
-    from tests.models import engine, prompt
+    from tests.models import prompt, small
 
-    model = engine("qwen3_5_text")
+    model = small()
     return lambda: check(model, [Item("p", prompt(12, 1))], Settings(budgets=(24,)))
 
 

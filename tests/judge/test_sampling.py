@@ -41,7 +41,7 @@ from ddtree_check.judge.sampling.processing import (
 )
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.tree.draft_tree import DraftTree
-from tests.models import engine, nan_at_the_root, prompt
+from tests.models import engine, nan_at_the_root, prompt, small
 
 # 0 ─┬─ 1 ── 3
 #    ├─ 2 ── 4 ── 6
@@ -330,7 +330,7 @@ def test_holm():
 
 @pytest.fixture(scope="module")
 def warm():
-    return check(engine("qwen3_5_text"), ITEMS, PENALISED)
+    return check(small(), ITEMS, PENALISED)
 
 
 def test_a_right_engine_draws_what_ar_draws(warm):
@@ -355,7 +355,7 @@ def test_the_control_draws_something_else(warm):
 
 
 def test_greedy_runs_carry_no_sampling_and_are_as_before():
-    record = check(engine("qwen3_5_text"), ITEMS[:1], Settings(budgets=(8,)))
+    record = check(small(), ITEMS[:1], Settings(budgets=(8,)))
     assert "sampling" not in record and "sampled" not in record["cases"][0]["nodes"][0]["tree_forked"]
 
 
@@ -384,7 +384,7 @@ def differs(tree: DraftTree, rule: str, prompt_tokens) -> list[int]:
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "path"])
 def test_b29_raw_logits_pass_and_the_history_of_penalties_is_named(rule):
     settings = sampled(PENALISED, top_p=1.0, draws=0)
-    host = Faulty(engine("qwen3_5_text"), processed=processed_by(rule, "tree_forked"))
+    host = Faulty(small(), processed=processed_by(rule, "tree_forked"))
     record = check(host, ITEMS[:1], settings)
     case = record["cases"][0]
     tree = DraftTree.from_json(case["tree"])
@@ -402,12 +402,12 @@ def test_b29_raw_logits_pass_and_the_history_of_penalties_is_named(rule):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_b29_an_engine_whose_own_processors_are_right_passes(dtype):
-    record = check(Faulty(engine("qwen3_5_text", dtype), processed=processed_by("path")), ITEMS, PENALISED)
+    record = check(Faulty(small(dtype), processed=processed_by("path")), ITEMS, PENALISED)
     assert record["exit_code"] == 0 and not record["sampling"]["modes"]["tree_forked"]["wrong"]
 
 
 def test_b29_penalties_left_out_of_linear_too():
-    host = Faulty(engine("qwen3_5_text", "bfloat16"), processed=processed_by(NONE, "linear", "tree_forked"))
+    host = Faulty(small("bfloat16"), processed=processed_by(NONE, "linear", "tree_forked"))
     record = check(host, ITEMS[:1], sampled(PENALISED, draws=0))
     assert all(found["draws"] is None for found in record["sampling"]["modes"].values())
     for mode in ("linear", "tree_forked"):
@@ -420,9 +420,7 @@ def test_a_cut_that_another_k_makes_is_no_history():
     def processed(mode, tree, nodes, logits, sampling, prompt_tokens, made):
         return processed_by("path")(mode, tree, nodes, logits, replace(sampling, top_k=7), prompt_tokens, made)
 
-    record = check(
-        Faulty(engine("qwen3_5_text"), processed=processed), ITEMS[:1], sampled(PENALISED, top_k=8, top_p=1.0, draws=0)
-    )
+    record = check(Faulty(small(), processed=processed), ITEMS[:1], sampled(PENALISED, top_k=8, top_p=1.0, draws=0))
     reason = record["cases"][0]["modes"]["tree_forked"]["reason"]
     assert record["exit_code"] == 1 and "no history of its penalties explains it" in reason
 
@@ -430,14 +428,14 @@ def test_a_cut_that_another_k_makes_is_no_history():
 def test_a_shift_of_whole_rows_matters_to_a_repetition_penalty_alone():
     """Log probabilities given as logits: no raw difference, but x / theta is another number."""
     for settings, code in ((PENALISED, 1), (sampled(PENALISED, repetition_penalty=1.0), 0)):
-        host = Faulty(engine("qwen3_5_text"), linear=lambda logits: logits - 30)
+        host = Faulty(small(), linear=lambda logits: logits - 30)
         record = check(host, ITEMS[:1], replace(settings, draws=0))
         assert record["exit_code"] == code
         assert ("whole rows are shifted, by -30" in str(record["cases"][0]["modes"]["linear"]["reason"])) == (code == 1)
 
 
 def test_the_controls_history_is_a_setting_and_named():
-    record = check(engine("qwen3_5_text"), ITEMS[:1], sampled(PENALISED, top_p=1.0, draws=0, history="rows"))
+    record = check(small(), ITEMS[:1], sampled(PENALISED, top_p=1.0, draws=0, history="rows"))
     assert record["exit_code"] == 0
     assert (
         "the history of its penalties is all rows before it" in record["cases"][0]["modes"]["tree_unforked"]["reason"]
@@ -445,7 +443,7 @@ def test_the_controls_history_is_a_setting_and_named():
 
 
 def test_bf16_draws_differ_by_rounding_alone_and_do_not_fail():
-    record = check(engine("qwen3_5_text", "bfloat16"), ITEMS, sampled(PENALISED, draws=2000))
+    record = check(small("bfloat16"), ITEMS, sampled(PENALISED, draws=2000))
     assert record["exit_code"] == 0
     for case in record["cases"]:
         assert all(
@@ -455,15 +453,15 @@ def test_bf16_draws_differ_by_rounding_alone_and_do_not_fail():
 
 def test_a_sampler_that_is_off_is_a_defect_of_the_run(monkeypatch):
     monkeypatch.setattr(draws_module, "noise", lambda *given: noise(*given) / 2)
-    record = check(engine("qwen3_5_text"), ITEMS, sampled(WARM, temperature=2.0))
+    record = check(small(), ITEMS, sampled(WARM, temperature=2.0))
     assert record["exit_code"] == 1
     assert any("its draws do not follow its own distribution" in reason for reason in record["verdict"]["reasons"])
 
 
 def test_greedy_with_penalties_has_no_draws_and_is_judged():
     settings = Settings(budgets=(16,), sampling=Sampling(presence_penalty=3.0))
-    assert check(engine("qwen3_5_text"), ITEMS, settings)["exit_code"] == 0
-    record = check(Faulty(engine("qwen3_5_text"), processed=processed_by("prompt", "tree_forked")), ITEMS, settings)
+    assert check(small(), ITEMS, settings)["exit_code"] == 0
+    record = check(Faulty(small(), processed=processed_by("prompt", "tree_forked")), ITEMS, settings)
     assert record["sampling"]["modes"]["tree_forked"]["draws"] is None
     found = [case["modes"]["tree_forked"]["sampled"] for case in record["cases"]]
     assert any(one["wrong"] for one in found) == (record["exit_code"] == 1)
@@ -485,7 +483,7 @@ def test_rounds_under_shared_noise_give_ars_sampled_text(settings):
 
 
 def test_rounds_without_the_penalties_of_ar_are_off_though_their_logits_are_right():
-    host = Faulty(engine("qwen3_5_text"), processed=processed_by(NONE, "tree_forked"))
+    host = Faulty(small(), processed=processed_by(NONE, "tree_forked"))
     settings = sampled(PENALISED, presence_penalty=-6.0)  # a token of the text comes again
     found = generate(host, ITEMS[:1], settings, Rounds(3, ("linear", "tree_forked")))
     assert found["exit_code"] == 1 and found["summary"]["tree_forked"]["off"] > 0 == found["summary"]["linear"]["off"]
@@ -494,7 +492,7 @@ def test_rounds_without_the_penalties_of_ar_are_off_though_their_logits_are_righ
 
 
 def test_logits_that_are_not_finite_are_off_and_no_tie():
-    host = Faulty(engine("qwen3_5_text"), logits=nan_at_the_root)
+    host = Faulty(small(), logits=nan_at_the_root)
     found = generate(host, ITEMS[:1], WARM, Rounds(1, ("tree_forked",)))
     assert found["exit_code"] == 1 and found["summary"]["tree_forked"]["ties"] == 0
     record = check(host, ITEMS[:1], replace(WARM, budgets=(4,)))

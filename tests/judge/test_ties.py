@@ -15,7 +15,7 @@ from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.judge.differences import measure
 from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.selftest.inject import Faulty
-from tests.models import VOCAB, engine, make_engine, prompt, tree
+from tests.models import VOCAB, make_engine, make_small, prompt, small, tree
 
 ITEM = Item("p", prompt(12), tree=tree("random", 8, seed=4))
 SETTINGS = Settings()
@@ -87,7 +87,7 @@ def test_b27_the_same_rule_on_both_sides_says_nothing():
 
 def test_a_token_that_the_logits_do_not_put_first_is_no_tie():
     """The twin: logits as equal as before, but the engine takes the second best."""
-    host = engine("qwen3_5_text")
+    host = small()
 
     def second(mode, tree, nodes, logits):
         return logits.topk(2).indices[:, int(mode == "tree_forked")].tolist()
@@ -110,7 +110,7 @@ def widened(value: float, *kinds: str, columns: int = 16):
     def wide(logits, *_):
         return torch.nn.functional.pad(logits, (0, columns), value=value)
 
-    return Faulty(make_engine("qwen3_5_text"), **{{"verify": "logits"}.get(kind, kind): wide for kind in kinds})
+    return Faulty(make_small(), **{{"verify": "logits"}.get(kind, kind): wide for kind in kinds})
 
 
 @pytest.mark.parametrize("value", [0.0, -torch.inf, 1e4], ids=["zero", "left-out", "large"])
@@ -131,7 +131,7 @@ def masked(value_of):
 
         return change
 
-    return Faulty(make_engine("qwen3_5_text"), logits=put("verify"), decode=put("decode"), forward=put("forward"))
+    return Faulty(make_small(), logits=put("verify"), decode=put("decode"), forward=put("forward"))
 
 
 SMALL = Item("p", tuple(token % (VOCAB - 24) for token in prompt(12)), tree=tree("random", 8, seed=4))
@@ -163,26 +163,26 @@ def test_a_real_token_that_only_one_side_leaves_out_is_a_fault():
         logits[:, 3] = -torch.inf
         return logits
 
-    record = check(Faulty(engine("qwen3_5_text"), linear=hole), [ITEM], SETTINGS)
+    record = check(Faulty(small(), linear=hole), [ITEM], SETTINGS)
     assert record["exit_code"] == 1 and "vocab-size" not in record["cases"][0]["modes"]["linear"]["reason"]
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused():
     with pytest.raises(UsageError, match=f"vocab-size: got {VOCAB + 1}, expected at most the model's {VOCAB}"):
-        check(engine("qwen3_5_text"), [ITEM], Settings(vocab_size=VOCAB + 1))
+        check(small(), [ITEM], Settings(vocab_size=VOCAB + 1))
     with pytest.raises(UsageError, match="vocab-size: got 1"):
         Settings(vocab_size=1)
 
 
 def test_rows_without_padding_are_handed_on_as_they_are():
-    host = engine("qwen3_5_text")
+    host = small()
     prefix = Checked(host, VOCAB).prefill(ITEM.tokens)
     assert Checked(host, VOCAB).commit(host.verify(prefix, ITEM.tree, None), 0).logits.shape == (VOCAB,)
     assert Checked(host, 9).prefill(ITEM.tokens).logits.shape == (9,)
 
 
 def test_rows_of_a_pass_that_may_not_be_changed_are_cut_too():
-    host, read_only = engine("qwen3_5_text"), make_dataclass("ReadOnly", ["logits"], frozen=True)
+    host, read_only = small(), make_dataclass("ReadOnly", ["logits"], frozen=True)
     prefix = host.prefill(ITEM.tokens)
     sealed = Faulty(host, verify=lambda *args: read_only(host.verify(*args).logits))
     assert Checked(sealed, 9).verify(prefix, ITEM.tree, None).logits.shape == (len(ITEM.tree), 9)

@@ -10,7 +10,7 @@ from ddtree_check.engines.transformers.adapters import ADAPTERS
 from ddtree_check.model.wiring import FORKED, UNFORKED, Wiring
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty, FaultyBatches, Remembered
-from tests.models import engine, make_engine, off, prompt, tree
+from tests.models import make_engine, off, prompt, small, tree
 from tests.test_imports import PACKAGE, imported
 
 TREE = tree("random", 12, seed=4)
@@ -31,7 +31,7 @@ def test_injectors_cannot_know_how_a_fault_is_found():
 
 @pytest.fixture(scope="module")
 def host():
-    return engine("qwen3_5_text")
+    return small()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_a_captured_step_is_right_once_and_for_each_size(host, prefix):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_order_of_sums_is_noise_and_nothing_more(dtype):
-    host = engine("qwen3_5_text", dtype)
+    host = small(dtype)
     prefix = host.prefill(prompt(12))
     right, scale = host.verify(prefix, TREE, FORKED).logits, {"float32": 1e-4, "bfloat16": 0.5}[dtype]
     for around in (inject.other_order, inject.noisy(1e-7 if dtype == "float32" else 1e-3)):

@@ -20,10 +20,10 @@ from tests.models import DELTA, PLAIN, engine, make_engine, off, prompt, tree
 DRAFTS = {
     length: tree(name, nodes, order=order, seed=length)
     for length, name, nodes, order in (
-        (1, "random", 16, "heap"),
-        (3, "kary", 64, "breadth"),
-        (37, "random", 64, "heap"),
-        (300, "comb", 16, "depth"),
+        (1, "random", 8, "heap"),
+        (3, "kary", 12, "breadth"),
+        (37, "random", 24, "heap"),
+        (300, "comb", 8, "depth"),
     )
 }
 
@@ -54,7 +54,7 @@ def test_forked_equals_decoding_in_float64(family, mixers, subtests):
     for length, case in DRAFTS.items():
         with subtests.test(length=length):
             prefix = host.prefill(prompt(length))
-            ar = host.decode(prefix, case, batched=len(case) > 20)
+            ar = host.decode(prefix, case, batched=len(case) > 10)
             assert ar.dtype == torch.float64
             assert off(ar, host.verify(prefix, case, FORKED).logits).max() <= 1e-9
 
@@ -165,12 +165,12 @@ def _attentions(host):
 
 @pytest.mark.parametrize("family", [*DELTA, "llama"])
 def test_commit_goes_on_like_a_prefill_of_the_path(family, subtests):
-    """Every node after the shortest prompt, every fifth after others."""
-    host, probe = engine(family), DraftTree.chain([3, 77, 150])
-    for length, stride in ((1, 1), (3, 5), (5, 5), (37, 5)):
+    """Every node after the shortest prompt, every fourth after others."""
+    host, probe = engine(family), DraftTree.chain([3, 77])
+    for length, stride in ((1, 1), (3, 4), (5, 4), (37, 4)):
         with subtests.test(length=length):
             prefix = host.prefill(prompt(length))
-            case = tree("random", 16, seed=length)
+            case = tree("random", 10, seed=length)
             verified, flat = (host.verify(prefix, case, wiring) for wiring in (FORKED, UNFORKED))
             gaps = {}
             for node in range(0, len(case), stride):
@@ -251,7 +251,7 @@ def test_bf16_rounds_where_the_model_rounds(monkeypatch):
 
     def apart():
         found = []
-        for seed in range(8):
+        for seed in range(4):
             case, prefix = DraftTree.chain(prompt(33, seed + 100)), host.prefill(prompt(20, seed))
             forked, linear = (host.verify(prefix, case, wiring).logits.float() for wiring in (FORKED, None))
             found.append((forked - linear).square().mean())

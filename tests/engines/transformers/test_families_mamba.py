@@ -57,11 +57,11 @@ def check_forked(family, dtype, length, nodes, mixers="library"):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forked_equals_decoding(family, subtests):
     for dtype, mixers, length, nodes in (
-        ("float32", "library", 1, 16),
+        ("float32", "library", 1, 8),
         ("float32", "library", 3, 16),
-        ("float32", "library", 37, 64),
-        ("float64", "library", 3, 16),
-        ("float64", "own", 37, 16),
+        ("float32", "library", 37, 24),
+        ("float64", "library", 3, 8),
+        ("float64", "own", 37, 8),
     ):
         with subtests.test(dtype=dtype, mixers=mixers, length=length):
             check_forked(family, dtype, length, nodes, mixers)
@@ -101,7 +101,7 @@ VARIANTS = {  # what published checkpoints of a family do otherwise
 def test_variants_of_a_family(variant):
     family, changes = VARIANTS[variant]
     host = engine(family, "float64", **changes)
-    prefix, case = host.prefill(prompt(5)), tree("random", 16, seed=2)
+    prefix, case = host.prefill(prompt(5)), tree("random", 10, seed=2)
     ar, run = host.decode(prefix, case), host.verify(prefix, case, UNFORKED)
     assert off(ar, host.verify(prefix, case, FORKED).logits).max() <= 1e-9
     moved = set(torch.nonzero(off(ar, run.logits) > 1e-7 * std(ar)).flatten().tolist())
@@ -158,17 +158,19 @@ def check_laws(family, cases, subtests, length=7):
     prefix = host.prefill(prompt(length))
     for case in cases:
         right = host.verify(prefix, case, FORKED).logits
-        for wiring in WIRINGS:
+        for wiring in WIRINGS[: 1 if case.is_chain else None]:
             with subtests.test(wiring=wiring.name, parents=case.parents):
                 check_law(host, prefix, case, right, wiring)
 
 
-DRAWN = [("random", 16, "heap"), ("comb", 16, "depth"), ("kary", 16, "breadth"), ("chain", 16, "heap")]
+DRAWN = [("random", 16, "heap"), ("comb", 16, "depth"), ("kary", 16, "breadth")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_channel_leaks_where_the_law_says(family, subtests):
-    check_laws(family, [tree(name, nodes, order=order, seed=4) for name, nodes, order in DRAWN], subtests)
+@pytest.mark.parametrize(("place", "family"), [*enumerate(FAMILIES)])
+def test_each_channel_leaks_where_the_law_says(place, family, subtests):
+    """On a chain, where there is nothing to leak, and on one of the drawn trees, in turn."""
+    name, nodes, order = DRAWN[place % len(DRAWN)]
+    check_laws(family, [tree(name, nodes, order=order, seed=4), tree("chain", 16)], subtests)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -192,7 +194,7 @@ def test_each_channel_leaks_where_the_law_says_on_many_trees(family, length, sub
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unforked_flips_and_moves_far_in_float32(family):
     host = engine(family)
-    prefix, case, ar = decoded(family, "float32", "library", 37, 64)
+    prefix, case, ar = decoded(family, "float32", "library", 37, 24)
     run = host.verify(prefix, case, UNFORKED)
     dirty = contaminated(run.plan, host.layers)
     near = [node for node in dirty if run.plan.rows_since_skip[node] <= 2]
@@ -218,7 +220,7 @@ def test_a_dropped_state_and_a_wrong_source_are_red(family, subtests):
 def test_every_recurrent_layer_moves_the_logits(family):
     """A tenth less state, or a tenth less in the window, of any one layer: at least 100 times what forking costs."""
     host = engine(family)
-    prefix, case, ar = decoded(family, "float32", "library", 37, 64)
+    prefix, case, ar = decoded(family, "float32", "library", 37, 24)
     right = host.verify(prefix, case, FORKED).logits
     floor = off(ar, right).max()
     recurrent = [
@@ -248,33 +250,33 @@ def check_commit(family, length):
     run = host.verify(prefix, case, FORKED)
     deepest = max(range(len(case)), key=lambda node: case.depth[node])
     side = next(node for node in reversed(range(len(case))) if node not in case.path(deepest))
-    ahead = DraftTree.chain([3, 1, 4, 1])
+    ahead = DraftTree.chain([3, 1])
+    wanted = {}
     for node in {0, deepest, side}:
         after = host.commit(run, node)
         fresh = host.prefill((*prompt(length), *case.path_tokens(node)))
         assert after.length == fresh.length
-        wanted = host.decode(fresh, ahead)
-        assert (off(wanted, host.decode(after, ahead)) <= 1e-4 * std(wanted)).all()
-        again = host.verify(after, ahead, FORKED).logits
-        assert (off(wanted, again) <= 1e-4 * std(wanted)).all()
+        wanted[node] = host.decode(fresh, ahead)
+        bound = 1e-4 * std(wanted[node])
+        assert (off(wanted[node], host.decode(after, ahead)) <= bound).all()
+        assert (off(wanted[node], host.verify(after, ahead, FORKED).logits) <= bound).all()
     # The twin: the state of the last row instead of the accepted one.
     late = Wiring("last row", commit=lambda t: tuple(len(t) - 1 for _ in range(len(t))))
     wrong = host.commit(host.verify(prefix, case, late), deepest)
-    fresh = host.prefill((*prompt(length), *case.path_tokens(deepest)))
     if deepest != len(case) - 1:
-        assert off(host.decode(fresh, ahead), host.decode(wrong, ahead)).max() > 1e-2
+        assert off(wanted[deepest], host.decode(wrong, ahead)).max() > 1e-2
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ZERO_START])
 def test_the_librarys_own_passes_agree(family):
     """Linear verify, its commit, and the library's tree pass without a fork, where the library is right."""
     host = engine(family)
-    prefix, case, _ = decoded(family, "float32", "library", 37, 16)
-    chain = DraftTree.chain(case.tokens)
+    prefix, case, _ = decoded(family, "float32", "library", 37, 24)
+    chain = DraftTree.chain(case.tokens[:16])
     ar, linear = host.decode(prefix, chain), host.verify(prefix, chain, None)
     assert (off(ar, linear.logits) <= 1e-4 * std(ar)).all()
     ours, theirs = host.verify(prefix, case, UNFORKED).logits, host.verify(prefix, case, None).logits
-    assert (off(ours, theirs) <= 1e-4 * std(ar)).all()
+    assert (off(ours, theirs) <= 1e-4 * std(theirs)).all()
     fresh = host.prefill((*prompt(37), *case.tokens[:9]))
     assert off(host.commit(linear, 8).logits, fresh.logits[None])[0] <= 1e-4 * std(fresh.logits)
 
@@ -283,7 +285,7 @@ def test_the_librarys_own_passes_agree(family):
 def test_bf16_is_no_noisier_than_the_librarys_chain(family):
     """The middle error of a forked pass against that of the library's pass over the whole text, both to decoding."""
     host = engine(family, "bfloat16")
-    text, chain = prompt(9), DraftTree.chain(prompt(32, seed=1))
+    text, chain = prompt(9), DraftTree.chain(prompt(20, seed=1))
     ar = host.decode(host.prefill(text), chain).float()
     forked = host.verify(host.prefill(text), chain, FORKED).logits.float()
     library = host.forward([(*text, *chain.tokens)], len(chain))[0].float()

@@ -74,7 +74,7 @@ def check_forked(family, dtype, nodes, order, length):
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("family", FAMILIES_HERE)
 def test_forked_equals_decoding(family, dtype):
-    nodes = 16 if dtype == "float32" else 8
+    nodes = 12 if dtype == "float32" else 6
     for order, length in zip(ORDERS, (1, 3, 37), strict=True):
         check_forked(family, dtype, nodes, order, length)
 
@@ -215,14 +215,14 @@ def check_commit(family, length, dtype="float32"):
         text = prompt(length) + tuple(case.tokens[step] for step in case.path(node))
         after, fresh = host.commit(verified, node), host.prefill(text)
         assert after.length == fresh.length
-        follow = tree("random", 5, seed=node, root=7)
+        follow = tree("random", 3, seed=node, root=7)
         ar = host.decode(fresh, follow)
         assert_equal(host.decode(after, follow), ar, dtype, f"decode after commit({node})")
         again = host.verify(after, follow, FORKED)
         assert_equal(again.logits, ar, dtype, f"verify after commit({node})")
     leaf = follow.leaves[-1]
     text += tuple(follow.tokens[step] for step in follow.path(leaf))
-    last = DraftTree.chain(prompt(3, seed=9))
+    last = DraftTree.chain(prompt(2, seed=9))
     wanted = host.decode(host.prefill(text), last)
     assert_equal(host.decode(host.commit(again, leaf), last), wanted, dtype, "second commit")
     # Nothing that was done since has touched the prefix.
@@ -250,7 +250,7 @@ def test_the_library_s_own_pass_commits_too(family):
     own = host.verify(prefix, chain, None)
     for node in (5, 2):  # the whole chain, and a part that is run again
         fresh = host.prefill(prompt(30) + prompt(6, seed=3)[: node + 1])
-        follow = DraftTree.chain(prompt(4, seed=8))
+        follow = DraftTree.chain(prompt(2, seed=8))
         assert_equal(host.decode(host.commit(own, node), follow), host.decode(fresh, follow), "float32")
 
 
@@ -262,7 +262,7 @@ def test_a_wrong_commit_shows(family):
     verified = host.verify(prefix, case, Wiring.parse("commit=flat"))
     node = next(node for node in reversed(range(len(case))) if case.depth[node] not in (0, node))
     fresh = host.prefill(prompt(37) + tuple(case.tokens[step] for step in case.path(node)))
-    follow = DraftTree.chain(prompt(4, seed=8))
+    follow = DraftTree.chain(prompt(2, seed=8))
     assert scaled(host.decode(host.commit(verified, node), follow), host.decode(fresh, follow), "float32").max() > 1e-2
 
 
@@ -286,7 +286,7 @@ def test_sliding_windows_count_positions_not_rows(family, monkeypatch):
         seen[:, kept:] &= plan.mask
         return seen
 
-    prefix, case = host.prefill(prompt(37)), tree("random", 32)
+    prefix, case = host.prefill(prompt(37)), tree("random", 20)
     right = host.decode(prefix, case)
     for twin in (by_rows, lambda plan, kept, window: original(plan, kept, None)):
         monkeypatch.setattr(host_module, "visible", twin)
@@ -318,7 +318,7 @@ def test_bf16_rounds_where_the_model_rounds(family):
     """A forked chain is about as far from decoding as the library's own pass is; medians, as routing may flip."""
     host, forked, own = engine(family, "bfloat16"), [], []
     for seed in range(2):
-        prefix, chain = host.prefill(prompt(11, seed)), DraftTree.chain(prompt(32, seed + 50))
+        prefix, chain = host.prefill(prompt(11, seed)), DraftTree.chain(prompt(20, seed + 50))
         ar = host.decode(prefix, chain)
         forked.append(off(host.verify(prefix, chain, FORKED).logits, ar))
         own.append(off(host.verify(prefix, chain, None).logits, ar))
