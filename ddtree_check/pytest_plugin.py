@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def selects_leakage(expression: str) -> bool:
-    """Whether a -m expression picks tests because they are marked leakage; 'not slow' has another reason."""
+    """Return whether a -m expression picks tests because they are marked leakage; 'not slow' has another reason."""
     try:
         compiled = Expression.compile(expression)
     except Exception:  # of a class that depends on the version; pytest refuses the expression itself, in better words
@@ -80,7 +80,7 @@ class LeakageSuite(pytest.Collector):
         return [*found, RunItem.from_parent(self, name="verdict")]
 
     def record(self) -> dict:
-        """The record of the run that holds the selected items. Raises what the run raised, every time."""
+        """Return the record of the run that holds the selected items. Raises what the run raised, every time."""
         if self._outcome is None:
             try:
                 self._outcome = run(self._selected())
@@ -91,14 +91,14 @@ class LeakageSuite(pytest.Collector):
         return self._outcome
 
     def _selected(self) -> Job:
-        """All prompts for the verdict, otherwise those whose items -k has left."""
+        """Return all prompts for the verdict, otherwise those whose items -k has left."""
         items = [item for item in self.session.items if isinstance(item, LeakageItem) and item.parent is self]
         if any(isinstance(item, RunItem) for item in items):
             return self.job
         return self.repeat(*dict.fromkeys(item.prompt for item in items))
 
     def repeat(self, *prompts: str) -> Job:
-        """The job for some of its prompts. They do not depend on each other, so the figures are the same."""
+        """Return the job for some of its prompts. They do not depend on each other, so the figures are the same."""
         return dataclasses.replace(self.job, only=() if len(prompts) == len(self.cases) else prompts)
 
 
@@ -127,7 +127,7 @@ class LeakageItem(pytest.Item):
         return self.path, None, self.nodeid
 
     def problems(self, record: dict) -> Iterator[str]:
-        """Why the item fails, in lines; none if it passes."""
+        """Yield why the item fails, in lines; none if it passes."""
         raise NotImplementedError
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import os
@@ -33,7 +34,7 @@ from ddtree_check.cli.commands import views
 from ddtree_check.engines.sglang.recorder import read_options
 from ddtree_check.engines.sglang.scripted import read_script
 from ddtree_check.gate import history
-from ddtree_check.gate.baseline import Baseline, load_baseline, write_baseline
+from ddtree_check.gate.baseline import Baseline, Bounds, load_baseline, write_baseline
 from ddtree_check.gate.cells import CellResult
 from ddtree_check.gate.config import load_config
 from ddtree_check.judge.known import load_known
@@ -184,7 +185,7 @@ SCRIPT = {
     "seed": 3,
 }
 PROMPTS = [{"id": "a", "text": "b"}, {"token_ids": [1, 2, 3]}]
-CELL = CellResult("a", "pass", 0, "", 1.5, True).to_json()
+CELL = dataclasses.asdict(CellResult("a", "pass", 0, "", 1.5, True))
 
 
 def server_record() -> dict:
@@ -330,7 +331,9 @@ def fixture(model: str, name: str) -> object:
 def baseline() -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "b.json"
-        write_baseline(path, Baseline("2026-01-01", {"device": "cpu"}, {"a": {"x": (None, 1.5), "y": (0.25, 0.5)}}))
+        write_baseline(
+            path, Baseline("2026-01-01", {"device": "cpu"}, {"a": {"x": Bounds(None, 1.5), "y": Bounds(0.25, 0.5)}})
+        )
         return json.loads(path.read_text())
 
 

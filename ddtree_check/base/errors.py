@@ -18,17 +18,36 @@ class Unsupported(Exception):
 
 @contextlib.contextmanager
 def named(where: str) -> Iterator[None]:
-    """What is wrong with a part (ValueError) is said with the name of the whole before it."""
+    """Prefix each ValueError within with the name of the object it concerns."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # a value of lists within lists without end, which has no text
         raise ValueError(f"{where}: {error}") from None
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Readers and writers of files say what is wrong with them (ValueError); here it is known to be the caller's."""
+    """Turn each ValueError within, such as of a reader of files, into a UsageError."""
     try:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def need(good: object, what: str, got: object, expected: str) -> None:
+    """Raise ValueError, in one line what came and what was expected, unless it is good."""
+    if not good:
+        raise ValueError(f"{what} {got!r:.60}, expected {expected}")
+
+
+def need_text(what: str, value: object) -> None:
+    """Raise ValueError for anything but a text that is not blank and that UTF-8 can hold."""
+    need(isinstance(value, str) and value.strip(), what, value, "a string that is not blank")
+    half = any("\ud800" <= letter <= "\udfff" for letter in value)
+    need(not half, what, value, "text that UTF-8 can hold, not half a surrogate pair")
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an error in one line of at most 240 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 240 else text[:237] + "..."

@@ -17,7 +17,7 @@ PART = ".ddtree-check-part"  # ends the name of a file that is being written
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file (a byte order mark is dropped). Raises ValueError naming the file and the cause."""
+    """Return the text of a UTF-8 file, without a byte order mark. Raises ValueError naming the file and the cause."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -26,10 +26,10 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"{path}: {error.strerror}, expected a readable file") from None
 
 
-def parse_json(text: str, where: str) -> object:
-    """The value of a JSON text. Raises ValueError beginning with `where`."""
+def parse_json(text: str, where: str, **hooks) -> object:
+    """Return the value of a JSON text. hooks: as `json.loads` takes them. Raises ValueError beginning with `where`."""
     try:
-        return json.loads(text)
+        return json.loads(text, **hooks)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: {error.msg} at character {error.pos}, expected JSON") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, or lists within lists within ...
@@ -45,7 +45,7 @@ def parse_toml(text: str, where: str) -> dict:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, object]]:
-    """(line number, value) of each line that is not blank. Raises ValueError naming the line, or when there is none."""
+    """Yield (line number, value) of each line that is not blank. Raises ValueError naming the line, or for none."""
     lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
     if not lines:
         raise ValueError(f"{path}: empty, expected one JSON value a line")
@@ -124,3 +124,13 @@ def json_number(value: float) -> float | None:
     """Return a JSON number; null for what is not finite, which no floor ever covers."""
     value = float(value)
     return value if math.isfinite(value) else None
+
+
+def json_values(value: object) -> object:
+    """Return dicts and lists of numbers as JSON holds them: plain numbers, null for what is not finite."""
+    if isinstance(value, dict):
+        return {key: json_values(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return list(map(json_values, value))
+    value = value.item() if hasattr(value, "item") else value  # of numpy
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,7 +17,7 @@ _work: Callable[[Any], Any] | None = None  # what the processes find when they a
 
 
 def apart(work: Callable[[Any], Any], items: Sequence, workers: int) -> Iterator:
-    """`work` of each item, in order; items and results are pickled, `work` is not. What it raises is raised here.
+    """Yield `work` of each item, in order; items and results are pickled, `work` is not. What it raises is raised here.
 
     Only for work without threads or an accelerator of its own, which a forked process does not inherit.
     """

@@ -12,7 +12,7 @@ from .files import parse_json, unwritable
 
 
 def read_journal(path: str | Path) -> list:
-    """Its lines, the head first; [] if there is no file. A last line without an end is cut off: a run died in it.
+    """Return its lines, the head first; [] without a file. A last line without an end is cut off: a run died in it.
 
     Raises UsageError naming the file and the line.
     """
@@ -39,15 +39,15 @@ def resume_journal(path: str | Path, head: dict, use: Callable[[dict], object]) 
     use: what a line is for; one that it cannot use was not written by this run. Raises UsageError for a journal of
     another run, for such a line, and for a file that cannot be written.
     """
-    found = read_journal(path)
-    if not found:
+    lines = read_journal(path)
+    if not lines:
         append_journal(path, head)
         return {}
-    if found[0] != json.loads(json.dumps(head)):
+    if lines[0] != json.loads(json.dumps(head)):
         raise UsageError(
             f"journal: {path} belongs to a run with other settings; give another file or the same settings"
         )
-    for number, line in enumerate(found[1:], start=2):
+    for number, line in enumerate(lines[1:], start=2):
         try:
             use(line)
             if not isinstance(line["id"], str):
@@ -57,11 +57,11 @@ def resume_journal(path: str | Path, head: dict, use: Callable[[dict], object]) 
                 f"journal: {path}:{number}: no finished line of this run ({type(error).__name__}: {error!s:.60}); give "
                 "another file"
             ) from None
-    return {line["id"]: line for line in found[1:]}
+    return {line["id"]: line for line in lines[1:]}
 
 
 def append_journal(path: str | Path, line: dict) -> None:
-    """One more line, on the disk when this returns. Raises UsageError if it cannot be written."""
+    """Append one more line, on the disk when this returns. Raises UsageError if it cannot be written."""
     try:
         with Path(path).open("ab") as file:
             file.write(json.dumps(line, allow_nan=False).encode() + b"\n")

@@ -128,7 +128,7 @@ class Option:
 
     @property
     def help_text(self) -> str:
-        """The help with the default, where there is one that it does not name itself."""
+        """Return the help with the default, where there is one that it does not name itself."""
         silent = self.default is None or self.default is False or self.default == () or "Default:" in self.help
         return self.help if silent else f"{self.help} Default: {self.kind.write(self.default)}."
 

@@ -10,7 +10,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def fixtures_dir(package: Path = _PACKAGE) -> Path:
-    """The folder with `models/` and `prompts/`: `_fixtures` in an installed wheel, else the clone's `fixtures`.
+    """Return the folder with `models/` and `prompts/`: `_fixtures` in an installed wheel, else the clone's `fixtures`.
 
     Other models than the embedded one are in the clone only. Raises FileNotFoundError if neither folder is there.
     """

@@ -9,5 +9,5 @@ def option(name: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """'1 case' or '2 cases'; of nouns that take an s."""
+    """Return '1 case' or '2 cases'; of nouns that take an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

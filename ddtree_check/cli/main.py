@@ -61,7 +61,7 @@ for command, short_help in COMMANDS:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+    """Run the command line and returns its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a model's tokens may not exist in the terminal's encoding
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    """One line on stderr."""
+    """Print one line on stderr."""
     with contextlib.suppress(BrokenPipeError):
         print(f"ddtree-check: {plain(' '.join(text.split()))}", file=sys.stderr, flush=True)
     return code

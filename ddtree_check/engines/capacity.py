@@ -44,12 +44,12 @@ class Need:
 
 
 def plan(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object]]) -> list[Need]:
-    """What does not fit, without a forward pass; an empty list if all does. See `needs`."""
+    """Return what does not fit, without a forward pass; an empty list if all does. See `needs`."""
     return [need for need in needs(requests, reserved) if need.short]
 
 
 def needs(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, object]]) -> list[Need]:
-    """Rows needed and reserved, buffer by buffer, and request by request where each has its own.
+    """Return rows needed and reserved, buffer by buffer, and request by request where each has its own.
 
     requests: the draft budget of each request, by its id. reserved: what the engine says that it sets aside, by buffer
     (key and value slots, state slots, convolution windows ...), each with one of
@@ -62,31 +62,33 @@ def needs(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, objec
     needed = {name: _rows(f"request {name}: budget", budget) + 1 for name, budget in requests.items()}
     if not isinstance(reserved, Mapping):
         raise UsageError(f"plan: reserved is {reserved!r:.60}, expected an object with a buffer a key")
-    batch, found = sum(needed.values()), []
+    batch, listed = sum(needed.values()), []
     for buffer, form in reserved.items():
         if not isinstance(form, Mapping) or len(form) != 1 or next(iter(form)) not in KINDS:
             raise UsageError(f"plan: {buffer} is {form!r:.60}, expected an object with one of {', '.join(KINDS)}")
         ((kind, value),) = form.items()
         if kind == "per_request":
             rows = _rows(f"{buffer}: per_request", value)
-            found += [Need(buffer, name, want, rows) for name, want in needed.items()]
+            listed += [Need(buffer, name, want, rows) for name, want in needed.items()]
             continue
         if kind == "sizes":
             if not isinstance(value, (list, tuple)) or not value:
                 raise UsageError(f"plan: {buffer}: sizes is {value!r:.60}, expected a list of numbers")
             value = max(_rows(f"{buffer}: sizes", size) for size in value)
-        held = _rows(f"{buffer}: {kind}", value)
+        amount = _rows(f"{buffer}: {kind}", value)
         slots = kind == "requests"
-        found.append(Need(buffer, None, len(needed) if slots else batch, held, len(needed), ("rows", "slots")[slots]))
-    return found
+        listed.append(
+            Need(buffer, None, len(needed) if slots else batch, amount, len(needed), ("rows", "slots")[slots])
+        )
+    return listed
 
 
 def parse_reserved(text: str) -> dict[str, dict[str, object]]:
-    """Reads 'kv=total:256,state=16,graph=sizes:17/64,slots=requests:8'; a number alone is rows for each request.
+    """Read 'kv=total:256,state=16,graph=sizes:17/64,slots=requests:8'; a number alone is rows for each request.
 
     Raises UsageError naming the part.
     """
-    found: dict[str, dict[str, object]] = {}
+    reserved: dict[str, dict[str, object]] = {}
     for part in text.split(","):
         buffer, equals, value = (piece.strip() for piece in part.partition("="))
         kind, colon, rows = value.partition(":")
@@ -97,14 +99,14 @@ def parse_reserved(text: str) -> dict[str, dict[str, object]]:
                 f"reserved: got {part.strip()!r:.60}, expected BUFFER=ROWS for each request, BUFFER=total:ROWS, "
                 "BUFFER=sizes:ROWS/ROWS, BUFFER=requests:SLOTS, or a .json file"
             )
-        if buffer in found:
+        if buffer in reserved:
             raise UsageError(f"reserved: got {buffer!r:.60} twice, expected each buffer once")
-        found[buffer] = {kind: [int(n) for n in numbers] if kind == "sizes" else int(rows)}
-    return found
+        reserved[buffer] = {kind: [int(n) for n in numbers] if kind == "sizes" else int(rows)}
+    return reserved
 
 
 def batches(budgets: Sequence[int], sizes: Sequence[int]) -> list[dict[str, int]]:
-    """A batch of each size: its requests, numbered from 1, take the budgets by turns."""
+    """Return a batch of each size: its requests, numbered from 1, take the budgets by turns."""
     return [{str(place + 1): budgets[place % len(budgets)] for place in range(size)} for size in sizes]
 
 

@@ -102,29 +102,37 @@ class Checked(Around):
         return self._pair("step", self._call("step", prefix, token))
 
     def decode(self, prefix, tree, *, batched: bool = False):
-        return self._logits("ar (decode)", self._call("decode", prefix, tree, batched=batched), len(tree))
+        return self._logits("ar (decode)", self._call("decode", prefix, tree, batched=batched), tree.n)
 
     def verify(self, prefix, tree, wiring):
         what = f"{wiring.name if wiring else 'linear'} (verify)"
-        return self._holder(what, self._call("verify", prefix, tree, wiring), len(tree))
+        return self._holder(what, self._call("verify", prefix, tree, wiring), tree.n)
 
     def forward(self, paths: Sequence[Sequence[int]], keep: int):
         return self._logits("forward", self._call("forward", paths, keep), len(paths), keep)
+
+    def chosen(self, *rows):
+        return self._call("chosen", *rows)
 
     def commit(self, verified, node: int):
         return self._holder("commit", self._call("commit", verified, node), whole=False)
 
     def contents(self, prefix):
-        held = self._call("contents", prefix)
-        good = isinstance(held, tuple) and len(held) == 2 and isinstance(held[0], int) and isinstance(held[1], list)
-        good = good and all(isinstance(channels, dict) for channels in held[1])
-        good = good and all(isinstance(x, torch.Tensor) for channels in held[1] for x in channels.values())
-        self._expect(good, "contents gave", type(held).__name__, "(tokens, a dict of tensors for each layer)")
-        return held
+        answer = self._call("contents", prefix)
+        good = (
+            isinstance(answer, tuple)
+            and len(answer) == 2
+            and isinstance(answer[0], int)
+            and isinstance(answer[1], list)
+        )
+        good = good and all(isinstance(channels, dict) for channels in answer[1])
+        good = good and all(isinstance(x, torch.Tensor) for channels in answer[1] for x in channels.values())
+        self._expect(good, "contents gave", type(answer).__name__, "(tokens, a dict of tensors for each layer)")
+        return answer
 
     def batches(self):
-        found = self._call("batches")
-        return found if isinstance(found, str) else CheckedBatches(self, found)
+        batches = self._call("batches")
+        return batches if isinstance(batches, str) else CheckedBatches(self, batches)
 
     def exact(self) -> Checked:
         return Checked(self._call("exact"), self.vocab_size, f"{self.name} in float64")
@@ -139,9 +147,9 @@ class Checked(Around):
         if name not in vars(Engine):
             return getattr(self._engine, name)
         default = vars(Engine)[name]
-        own = getattr(self._engine, name, default)
-        if getattr(own, "__func__", own) is not default:
-            return own
+        part = getattr(self._engine, name, default)
+        if getattr(part, "__func__", part) is not default:
+            return part
         return default.__get__(self) if callable(default) else default
 
     @property
@@ -166,7 +174,7 @@ class Checked(Around):
             raise UsageError(f"engine {self.name}: {what} {got:.200}, expected {expected}")
 
     def _holder(self, what: str, holder: Any, *rows: int, whole: bool = True) -> Any:
-        """A Prefix or a Verified with its logits as they are used. whole: they must be there."""
+        """Return a Prefix or a Verified with its logits as they are used. whole: they must be there."""
         try:
             logits = holder.logits
         except AttributeError:
@@ -181,7 +189,7 @@ class Checked(Around):
         return holder
 
     def _logits(self, what: str, logits: Any, *rows: int) -> torch.Tensor:
-        """Logits [*rows, vocabulary] without padding and gradients."""
+        """Return logits [*rows, vocabulary] without padding and gradients."""
         wanted = [*rows, self.vocab_size]
         kind = type(logits).__name__ if not isinstance(logits, torch.Tensor) else None
         if kind is None and (logits.dtype not in DTYPES.values() or logits.device.type == "meta"):
@@ -217,15 +225,15 @@ class CheckedBatches:
         return [self._engine._pair("step (batch)", pair) for pair in self._call("step", prefixes, tokens, **how)]
 
     def verify(self, prefixes, trees, wiring, **how) -> list:
-        found = self._call("verify", prefixes, trees, wiring, **how)
+        passes = self._call("verify", prefixes, trees, wiring, **how)
         return [
-            self._engine._holder("verify (batch)", verified, len(tree))
-            for verified, tree in zip(found, trees, strict=True)
+            self._engine._holder("verify (batch)", verified, tree.n)
+            for verified, tree in zip(passes, trees, strict=True)
         ]
 
     def reorder(self, prefixes, order) -> list:
-        found = self._call("reorder", prefixes, order)
-        return [self._engine._holder("reorder (batch)", prefix, whole=False) for prefix in found]
+        moved = self._call("reorder", prefixes, order)
+        return [self._engine._holder("reorder (batch)", prefix, whole=False) for prefix in moved]
 
     def _call(self, name: str, *args, **how) -> list:
         return self._engine._guarded(f"{name} (batch)", lambda: list(getattr(self._batches, name)(*args, **how)))

@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..base.errors import Unsupported, UsageError
 from ..model.wiring import FORKED, Layer, State, Wiring
 from ..tree.draft_tree import DraftTree
 
-if TYPE_CHECKING:
-    pass
 ASSUMED = (Layer("assumed", ((State("assumed"),),)),)  # one flat state: node i is clean iff depth(i) == i
 
 
@@ -147,7 +145,7 @@ class Engine(Protocol):
         raise lacks(self, "head")
 
     def watch(self, layers: Sequence[int]) -> AbstractContextManager[Watched]:
-        """Within it, every pass of one request leaves what these layers put out, in place of what the last one left.
+        """Let every pass of one request within it leave what these layers put out, in place of what the last one left.
         Without it more is guessed where a fault is looked for (`attribution`)."""
         raise lacks(self, "watch")
 
@@ -157,7 +155,7 @@ class Engine(Protocol):
 
     @property
     def fresh(self) -> Engine:
-        """The engine that makes the passes: itself, unless it only remembers those of another or looks at them."""
+        """Return the engine that makes the passes: itself, unless it remembers those of another or looks at them."""
         return self
 
     def close(self) -> None:
@@ -203,10 +201,10 @@ class Batches(Protocol):
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, padding: str = "left", width: int | None = None
     ) -> list[Any]:
-        """A Prefix for each prompt. width: columns of the batch, the longest prompt's or more."""
+        """Return a Prefix for each prompt. width: columns of the batch, the longest prompt's or more."""
 
     def step(self, prefixes: Sequence[Any], tokens: Sequence[int], *, padding: str = "left") -> list[tuple[Any, Any]]:
-        """One plain decode step of every request: logits [vocabulary] and the Prefix that then stands."""
+        """Make one plain decode step of every request: logits [vocabulary] and the Prefix that then stands."""
 
     def verify(
         self,
@@ -218,8 +216,8 @@ class Batches(Protocol):
         rows: int | None = None,
         idle: int = 0,
     ) -> list[Any]:
-        """One pass over all trees: a Verified for each, that `Engine.commit` takes. rows: rows of every tree, the
+        """Run one pass over all trees: a Verified for each, that `Engine.commit` takes. rows: rows of every tree, the
         widest's or more; idle: requests that only fill the batch, behind the others."""
 
     def reorder(self, prefixes: Sequence[Any], order: Sequence[int]) -> list[Any]:
-        """The requests of one batch in another order, moved the way the engine moves them; some may come twice."""
+        """Return the requests of one batch in another order, as the engine moves them; some may come twice."""

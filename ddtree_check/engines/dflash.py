@@ -25,7 +25,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 from transformers.utils import cached_file
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, one_line
 from ..base.resources import fixtures_dir
 from .checkpoint import INDEX, check_folder, check_sizes, indexed, stored_shapes
 
@@ -57,36 +57,35 @@ class Spec:
 
     @classmethod
     def read(cls, config: Qwen3Config, source: str) -> Spec:
-        """From a configuration in the published form, keys in `dflash_config` or beside it. Raises UsageError."""
+        """Read a configuration in the published form, keys in `dflash_config` or beside it. Raises UsageError."""
         inner = getattr(config, "dflash_config", None) or {}
-        if not isinstance(inner, dict):
-            raise unfit(source, f"dflash_config is {inner!r:.40}", "an object")
+        demand(isinstance(inner, dict), source, f"dflash_config is {inner!r:.40}", "an object")
 
         def value(name: str, default=None):
             return inner.get(name, getattr(config, name, default))
 
         def whole(name: str, got, low: int) -> int:
-            if isinstance(got, bool) or not isinstance(got, int) or got < low:
-                raise unfit(source, f"{name} is {got!r:.40}", f"a whole number of at least {low}")
+            good = isinstance(got, int) and not isinstance(got, bool) and got >= low
+            demand(good, source, f"{name} is {got!r:.40}", f"a whole number of at least {low}")
             return got
 
         def number(name: str, default: float) -> float:
             got = default if value(name) is None else value(name)
-            if isinstance(got, bool) or not isinstance(got, int | float) or not abs(got) < 1e12:
-                raise unfit(source, f"{name} is {got!r:.40}", "a finite number")
+            good = isinstance(got, int | float) and not isinstance(got, bool) and abs(got) < 1e12
+            demand(good, source, f"{name} is {got!r:.40}", "a finite number")
             return float(got)
 
         named = getattr(config, "architectures", None) or []
-        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-            raise unfit(source, f"architectures is {named!r:.40}", "a list of names")
-        if not set(named) & set(CLASSES):
-            raise unfit(source, f"its class is {', '.join(named) or 'not named'}", " or ".join(CLASSES))
+        good = isinstance(named, list) and all(isinstance(name, str) for name in named)
+        demand(good, source, f"architectures is {named!r:.40}", "a list of names")
+        known = set(named) & set(CLASSES)
+        demand(known, source, f"its class is {', '.join(named) or 'not named'}", " or ".join(CLASSES))
         total = value("num_target_layers")
         layers = value("target_layer_ids")
         if layers is None:
             layers = spread(whole("num_target_layers", total, 1), config.num_hidden_layers)
-        if not isinstance(layers, (list, tuple)) or not layers:
-            raise unfit(source, f"target_layer_ids is {layers!r:.40}", "a list of layer numbers")
+        good = isinstance(layers, list | tuple) and layers
+        demand(good, source, f"target_layer_ids is {layers!r:.40}", "a list of layer numbers")
         second = CLASSES[1] in named
         return cls(
             block_size=whole("block_size", value("block_size", 16), 2),
@@ -102,21 +101,27 @@ class Spec:
         )
 
     def fit(self, engine, source: str) -> None:
-        """Raises UsageError, one line, where this drafter was not made for the engine's model."""
-        if self.hidden != engine.hidden_size:
-            raise unfit(source, f"hidden_size is {self.hidden}", f"the target's {engine.hidden_size}")
-        if self.vocab != engine.vocab_size:
-            raise unfit(source, f"vocab_size is {self.vocab}", f"the target's {engine.vocab_size}")
-        count = len(engine.layers)
-        if self.target_layers is not None and self.target_layers != count:
-            raise unfit(source, f"num_target_layers is {self.target_layers}", f"the target's {count}")
-        beyond = [layer for layer in self.layers if layer >= count - 1]  # behind the last one stands the final norm
-        if beyond:
-            raise unfit(source, f"target_layer_ids holds {beyond[0]}", f"layers but the target's last, 0..{count - 2}")
-        if self.mask_token >= engine.vocab_size:
-            raise unfit(source, f"mask_token_id is {self.mask_token}", f"a token of the target, 0..{self.vocab - 1}")
-        if engine.max_length is not None and self.block_size > engine.max_length:
-            raise unfit(source, f"block_size is {self.block_size}", f"at most the target's context {engine.max_length}")
+        """Raise UsageError, one line, where this drafter was not made for the engine's model."""
+        hidden, count, most = engine.hidden_size, len(engine.layers), engine.max_length
+        demand(self.hidden == hidden, source, f"hidden_size is {self.hidden}", f"the target's {hidden}")
+        demand(
+            self.vocab == engine.vocab_size, source, f"vocab_size is {self.vocab}", f"the target's {engine.vocab_size}"
+        )
+        fits = self.target_layers in (None, count)
+        demand(fits, source, f"num_target_layers is {self.target_layers}", f"the target's {count}")
+        last = max(self.layers)  # behind the target's last layer stands the final norm
+        fits = last < count - 1
+        demand(fits, source, f"target_layer_ids holds {last}", f"layers but the target's last, 0..{count - 2}")
+        fits = self.mask_token < self.vocab
+        demand(fits, source, f"mask_token_id is {self.mask_token}", f"a token of the target, 0..{self.vocab - 1}")
+        fits = most is None or self.block_size <= most
+        demand(fits, source, f"block_size is {self.block_size}", f"at most the target's context {most}")
+
+
+def demand(good: object, source: str, got: str, expected: str) -> None:
+    """Raise UsageError, one line, unless it is good."""
+    if not good:
+        raise unfit(source, got, expected)
 
 
 def unfit(source: str, got: str, expected: str) -> UsageError:
@@ -124,7 +129,7 @@ def unfit(source: str, got: str, expected: str) -> UsageError:
 
 
 def spread(target_layers: int, draft_layers: int) -> list[int]:
-    """The layers that a checkpoint means when it names none: evenly from layer 1 to the third from the end."""
+    """Return the layers that a checkpoint means when it names none: evenly from layer 1 to the third from the end."""
     if draft_layers == 1:
         return [target_layers // 2]
     first, last = 1, target_layers - 3
@@ -219,7 +224,7 @@ class Attention(nn.Module):
         return rows.unflatten(-1, (-1, self.head_dim))
 
     def _seen(self, rows: int, columns: int, device) -> torch.Tensor | None:
-        """bool [1, 1, rows, columns]: what the last `rows` of `columns` see; None for everything."""
+        """Return bool [1, 1, rows, columns]: what the last `rows` of `columns` see; None for everything."""
         if not self.causal and self.window is None:
             return None
         ahead = torch.arange(columns, device=device) - torch.arange(columns - rows, columns, device=device)[:, None]
@@ -230,7 +235,7 @@ class Attention(nn.Module):
 
 
 def _turn(rows, cos, sin):
-    """Rotary positions: the two halves of a head as the parts of a complex number."""
+    """Apply rotary positions: the two halves of a head as the parts of a complex number."""
     first, second = rows.chunk(2, dim=-1)
     return rows * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -246,19 +251,19 @@ class Convolutions(nn.Module):
         self.width = width
 
     def weights(self, rows):
-        """(fixed [w, hidden], chosen [b, m, w, groups]) of the first and of the second convolution."""
+        """Return (fixed [w, hidden], chosen [b, m, w, groups]) of the first and of the second convolution."""
         chosen = self.kernel_projection(rows).unflatten(-1, (2, self.width, -1))
         return [(self.base_kernel[place].to(rows.dtype), chosen[..., place, :, :]) for place in (0, 1)]
 
 
 def convolve(rows, fixed, chosen):
-    """out_i = sum over k < w of (fixed_k + chosen_ik) * rows_(i - k), zeros before the block; chosen by group."""
+    """Return out_i = sum over k < w of (fixed_k + chosen_ik) * rows_(i - k), zeros before the block."""
     out = torch.zeros_like(rows)
     groups = chosen.shape[-1]
     for back in range(len(fixed)):
         earlier = functional.pad(rows, (0, 0, back, 0))[:, : rows.shape[1]]
-        own = chosen[..., back, :].repeat_interleave(rows.shape[-1] // groups, dim=-1)
-        out = out + fixed[back] * earlier + own * earlier
+        kernel = chosen[..., back, :].repeat_interleave(rows.shape[-1] // groups, dim=-1)
+        out = out + fixed[back] * earlier + kernel * earlier
     return out
 
 
@@ -266,7 +271,7 @@ def convolve(rows, fixed, chosen):
 
 
 def load(source: str | None, engine, default: str | None = None) -> Drafter:
-    """The drafter at `source`, a path or hub id, for the engine's model; None for `default`.
+    """Return the drafter at `source`, a path or hub id, for the engine's model; None for `default`.
 
     Its weights take the model's dtype (float32 under float64) and device. Raises UsageError, one line each: no such
     checkpoint, another class, or one that does not fit the model.
@@ -286,8 +291,8 @@ def load(source: str | None, engine, default: str | None = None) -> Drafter:
         with torch.device("meta"):
             network = Network(config, spec)
     except Exception as error:  # whatever the library and torch find wrong with a value
-        said = f"{type(error).__name__}: {' '.join(str(error).split()):.120}"
-        raise unfit(name, f"its config.json makes no network ({said})", "that of a drafter") from None
+        cause = f"{type(error).__name__}: {one_line(error):.120}"
+        raise unfit(name, f"its config.json makes no network ({cause})", "that of a drafter") from None
     wanted = network.state_dict()
     shapes = {key: shape for key, shape in stored_shapes(files).items() if not key.startswith(SELECTOR)}
     absent, odd = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
@@ -295,12 +300,11 @@ def load(source: str | None, engine, default: str | None = None) -> Drafter:
         what = f"lacks {absent[0]}" if absent else f"holds {odd[0]}"
         raise unfit(name, f"its weights are off: it {what}", f"the {len(wanted)} tensors of a {CLASSES[0]}")
     for key, shape in shapes.items():
-        if shape != tuple(wanted[key].shape):
-            raise unfit(name, f"{key} is {list(shape)}", f"{list(wanted[key].shape)} by its config.json")
+        right = tuple(wanted[key].shape)
+        demand(shape == right, name, f"{key} is {list(shape)}", f"{list(right)} by its config.json")
     weights = {key: value for path in files for key, value in load_file(path).items() if key in wanted}
     for key, value in weights.items():
-        if not torch.isfinite(value).all():
-            raise unfit(name, f"{key} is not finite", "numbers")
+        demand(torch.isfinite(value).all(), name, f"{key} is not finite", "numbers")
     network.load_state_dict(weights, assign=True)
     network.rotary_emb = Qwen3RotaryEmbedding(config)  # no weight: still on the meta device
     dtype = torch.float32 if engine.dtype == torch.float64 else engine.dtype
@@ -308,7 +312,7 @@ def load(source: str | None, engine, default: str | None = None) -> Drafter:
 
 
 def read_config(source: str) -> Qwen3Config:
-    """The configuration of a checkpoint; code that a checkpoint brings along is never run. Raises UsageError."""
+    """Return the configuration of a checkpoint; code that a checkpoint brings along is never run. Raises UsageError."""
     if Path(source).is_dir():
         check_folder(Path(source))
     path = _file(source, "config.json")
@@ -325,17 +329,17 @@ def read_config(source: str) -> Qwen3Config:
         raise
     except Exception as error:  # whatever the library finds wrong with a value
         raise UsageError(
-            f"draft: {path} cannot be read ({' '.join(str(error).split()):.160}); expected a drafter's config.json"
+            f"draft: {path} cannot be read ({one_line(error):.160}); expected a drafter's config.json"
         ) from None
 
 
 def _files(source: str, name: str) -> list[Path]:
     """Return the safetensors files of a drafter. Raises UsageError."""
     index = _file(source, INDEX)
-    found = {file: _file(source, file) for file in (indexed(Path(index)) if index else ["model.safetensors"])}
-    if absent := [file for file, path in found.items() if path is None]:
+    paths = {file: _file(source, file) for file in (indexed(Path(index)) if index else ["model.safetensors"])}
+    if absent := [file for file, path in paths.items() if path is None]:
         raise unfit(name, f"it has no {absent[0]}", "a checkpoint in safetensors files")
-    return [Path(path) for path in found.values()]
+    return [Path(path) for path in paths.values()]
 
 
 def _file(source: str, name: str) -> str | None:
@@ -361,7 +365,7 @@ class Drafter:
 
     @property
     def length(self) -> int:
-        """Positions that it drafts: the block without its first, the root."""
+        """Return how many positions it drafts: the block without its first, the root."""
         return self.spec.block_size - 1
 
     def describe(self) -> dict:
@@ -374,7 +378,7 @@ class Drafter:
         }
 
     def marginals(self, engine, features: torch.Tensor, root: int, length: int) -> np.ndarray:
-        """Log probabilities float32 [length, vocabulary] for the positions after the root.
+        """Return log probabilities float32 [length, vocabulary] for the positions after the root.
 
         features [c, layers * hidden]: the target's, of every committed token before the root, in order. A block of
         length + 1 positions is read, at most the checkpoint's. Raises ValueError for other shapes.
@@ -389,7 +393,7 @@ class Drafter:
 
     @torch.no_grad()
     def read(self, engine, features: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
-        """Log probabilities float32 [m, vocabulary] at every row of the block `tokens` behind the features."""
+        """Return log probabilities float32 [m, vocabulary] at every row of the block `tokens` behind the features."""
         weight = self.network.fc.weight
         block = engine.embed(tokens).to(weight) * self.spec.embedding_scale
         positions = torch.arange(len(features) + len(tokens), device=weight.device)[None]

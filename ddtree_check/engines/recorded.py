@@ -37,14 +37,16 @@ class TraceEngine(BaseEngine):
 
     @classmethod
     def load(cls, path: str | Path, **_) -> TraceEngine:
-        """A trace by its path. Raises UsageError naming the file and what is wrong with it."""
+        """Return a trace by its path. Raises UsageError naming the file and what is wrong with it."""
         return cls(read_trace(path))
 
     def describe(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.header.environment.items() if name not in ("engine", "dtype")}
+        environment = {
+            name: value for name, value in self.header.environment.items() if name not in ("engine", "dtype")
+        }
         return {
             "device": "unknown",
-            **own,
+            **environment,
             "engine": self.header.engine,
             "engine_version": self.header.engine_version,
             "dtype": self.trace.dtype,
@@ -53,7 +55,7 @@ class TraceEngine(BaseEngine):
         }
 
     def rows(self, step: Step, mode: str) -> tuple[torch.Tensor | TopLogits, np.ndarray] | None:
-        """The logits of a mode by node, [n, vocabulary] or a top k, and which nodes have a row, bool [n].
+        """Return the logits of a mode by node, [n, vocabulary] or a top k, and which nodes have a row, bool [n].
 
         A node's row comes from the first pass that holds it; a node without one holds another's. None if no pass of the
         mode was recorded. Raises UsageError if full rows and top k are mixed in one mode, or ids are not distinct.
@@ -61,36 +63,35 @@ class TraceEngine(BaseEngine):
         passes = step.of(mode)
         if not passes:
             return None
-        if len({found.full for found in passes}) > 1 or len({_k(found) for found in passes}) > 1:
+        if len({0 if part.full else part.arrays["top_ids"].shape[1] for part in passes}) > 1:
             raise UsageError(f"step {step.id}: {mode} mixes full rows and top k, expected one of them in a mode")
-        parts, owner = [], np.full(len(step.tree), -1)
+        parts, owner = [], np.full(step.tree.n, -1)
         at = 0
-        for found in passes:
-            taken = [row for row, node in enumerate(found.nodes) if node >= 0 and owner[node] < 0]
-            owner[[found.nodes[row] for row in taken]] = np.arange(at, at + len(taken))
+        for part in passes:
+            taken = [row for row, node in enumerate(part.nodes) if node >= 0 and owner[node] < 0]
+            owner[[part.nodes[row] for row in taken]] = np.arange(at, at + len(taken))
             at += len(taken)
-            parts.append(self._read(step, found, taken))
+            parts.append(self._read(step, part, taken))
         measured = owner >= 0
         if not measured.any():
             return None
         where = np.where(measured, owner, owner[measured][0])
         whole = parts[0] if len(parts) == 1 else _join(parts)
-        return (whole if (where == np.arange(at)).all() else whole[where]) if len(where) == at else whole[
-            where
-        ], measured
+        in_order = len(where) == at and (where == np.arange(at)).all()
+        return whole if in_order else whole[where], measured
 
-    def _read(self, step: Step, found: Pass, rows: Sequence[int]) -> torch.Tensor | TopLogits:
-        if found.full:
-            return tensor(found.arrays["logits"])[rows]
-        ids = torch.from_numpy(found.arrays["top_ids"].read().astype(np.int64))[rows]
+    def _read(self, step: Step, part: Pass, rows: Sequence[int]) -> torch.Tensor | TopLogits:
+        if part.full:
+            return tensor(part.arrays["logits"])[rows]
+        ids = torch.from_numpy(part.arrays["top_ids"].read().astype(np.int64))[rows]
         wrong = (ids < 0) | (ids >= self.vocab_size)
         if wrong.any() or any(len(set(row)) != len(row) for row in ids.tolist()):
             raise UsageError(
-                f"step {step.id}: top_ids of {found.mode} are not distinct ids in 0..{self.vocab_size - 1} in every row"
+                f"step {step.id}: top_ids of {part.mode} are not distinct ids in 0..{self.vocab_size - 1} in every row"
             )
-        lse = found.arrays.get("lse")
+        lse = part.arrays.get("lse")
         return TopLogits(
-            ids, tensor(found.arrays["top_logits"])[rows], None if lse is None else tensor(lse).double()[rows]
+            ids, tensor(part.arrays["top_logits"])[rows], None if lse is None else tensor(lse).double()[rows]
         )
 
     # What a live engine does
@@ -105,7 +106,7 @@ class TraceEngine(BaseEngine):
 
 
 def tensor(array: Stored) -> torch.Tensor:
-    """A stored array of floats as a tensor of its own dtype."""
+    """Return a stored array of floats as a tensor of its own dtype."""
     bits = array.read()
     if array.dtype == "BF16":
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
@@ -113,7 +114,7 @@ def tensor(array: Stored) -> torch.Tensor:
 
 
 def layers_to_json(layers: Sequence[Layer]) -> list:
-    """As `layers` of a trace's header."""
+    """Return layers in the form of a trace's header."""
     names = {kind: name for name, kind in OPS.items()}
     return [[layer.kind, [[[names[type(op)], *op] for op in branch] for branch in layer.branches]] for layer in layers]
 
@@ -125,10 +126,6 @@ def layers_from_json(data: Sequence) -> tuple[Layer, ...]:
     )
 
 
-def _k(found: Pass) -> int:
-    return 0 if found.full else found.arrays["top_ids"].shape[1]
-
-
 def _join(parts: Sequence[torch.Tensor | TopLogits]) -> torch.Tensor | TopLogits:
     if isinstance(parts[0], TopLogits):
         lse = [part.lse for part in parts]
@@ -137,4 +134,4 @@ def _join(parts: Sequence[torch.Tensor | TopLogits]) -> torch.Tensor | TopLogits
             torch.cat([part.values for part in parts]),
             None if any(part is None for part in lse) else torch.cat(lse),
         )
-    return torch.cat([part for part in parts])
+    return torch.cat(parts)

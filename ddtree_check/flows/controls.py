@@ -48,7 +48,7 @@ def chain_run(
     paths = leaf_paths(tree, limit)
     parts, errors = [], []
     for path in paths:
-        chain = padded_chain(tree, path.nodes, len(tree))
+        chain = padded_chain(tree, path.nodes, tree.n)
         logits = engine.verify(prefix, chain, wiring).logits[list(path.owned)]
         nodes = [path.nodes[place] for place in path.owned]
         if sink:

@@ -168,13 +168,12 @@ class _Run:
             return Node(OPEN, **evidence)
         if node not in suspects:
             return Node(CERTIFIED, **evidence)
-        elsewhere, layer, kind, beyond = self.moved_elsewhere.get(node, (Tally(), None, None, False))
-        blamed = [above for above in ancestors if self.moved_elsewhere.get(above, (0, 0, 0, False))[3]]
+        *tallies, layer, kind, beyond = self.moved_elsewhere.get(node, (Tally(), Tally(), None, None, False))
+        evidence |= dict(zip(("elsewhere", "others"), tallies, strict=True))
+        blamed = [above for above in ancestors if above in self.moved_elsewhere and self.moved_elsewhere[above][-1]]
         if beyond or blamed:
-            return Node(
-                MOVED, **evidence, elsewhere=elsewhere, through=None if beyond else blamed[-1], layer=layer, kind=kind
-            )
-        return Node(OPEN, **evidence, elsewhere=elsewhere)
+            return Node(MOVED, **evidence, through=None if beyond else blamed[-1], layer=layer, kind=kind)
+        return Node(OPEN, **evidence)
 
     def unclaimed(self, strays: list[int], others: list[str]) -> str | None:
         """Return why influence says nothing on this engine, or None; what ran before is a finding in `others`."""
@@ -296,12 +295,14 @@ class _Run:
         return same
 
     def elsewhere(self, nodes: Sequence[int]) -> None:
-        """Tell nodes whose place is wrong from those whose row any other order would move.
+        """Tell nodes whose row is wrong from those whose row any other order, or the row's own place, would move.
 
-        A draw makes the tree, the tree in a random order, and the paths as chains. A node that never equals its chain
-        at its own place is a defect once chance is excluded by how often it does at others.
+        A draw makes the tree, the tree in random orders, and the paths as chains. A node that never equals its chain
+        at its own place is a defect once chance is excluded by how often it does at others. Where other nodes in its
+        place do not equal theirs either, the place may be computed by other instructions, as the last row of a tile
+        is: then it is a defect only if the first layers are equal.
         """
-        tree, left = self.tree, {node: (Tally(), Tally()) for node in nodes}
+        tree, left = self.tree, {node: (Tally(), Tally(), Tally()) for node in nodes}
         for _ in range(MOST):
             if not left:
                 return
@@ -311,23 +312,31 @@ class _Run:
                 orders = [other_order(fresh, self.rng) for _ in range(TRIES)]
                 moved, old = max(orders, key=lambda order: sum(self.apart_from(node, order[1]) for node in left))
                 there.append((self.rows("elsewhere", moved), old))
-            for path in self.paths_to(left):
-                chain = self.rows("elsewhere", front_chain(fresh, path))
-                for node in left.keys() & set(path):
-                    row, (at_home, away) = chain[tree.depth[node]], left[node]
-                    for rows, old in there:
-                        if self.apart_from(node, old):
-                            away += Tally(int(differ(rows[old.index(node)], row)), 1)
-                    left[node] = at_home + Tally(int(differ(here[node], row)), 1), away
-                    self.equal[node] += Tally(int(not differ(here[node], row)), 1)
-            for node, (at_home, away) in list(left.items()):
-                beyond = chance(at_home, away) < CHANCE
-                if beyond or at_home.count < at_home.of or (away.of >= SOON and 2 * away.count > away.of):
-                    layer, kind = self.first_layer_moved(node) if beyond else (None, None)
-                    self.moved_elsewhere[node] = Tally(away.of - away.count, away.of), layer, kind, beyond
+            chains = {}
+            for path in self.paths_to(left.keys() | {old[node] for _, old in there for node in left}):
+                chains |= zip(path, self.rows("elsewhere", front_chain(fresh, path)), strict=False)
+            for node, (at_home, away, others) in left.items():
+                for rows, old in there:
+                    if self.apart_from(node, old) and node in chains:
+                        away += Tally(int(differ(rows[old.index(node)], chains[node])), 1)
+                    if (other := old[node]) != node and other in chains and tree.depth[other] != node:
+                        others += Tally(int(differ(rows[node], chains[other])), 1)
+                if node in chains:
+                    at_home += Tally(int(differ(here[node], chains[node])), 1)
+                    self.equal[node] += Tally(int(not differ(here[node], chains[node])), 1)
+                left[node] = at_home, away, others
+            for node, (at_home, away, others) in list(left.items()):
+                beyond, kin = (chance(at_home, tally) < CHANCE for tally in (away, others))
+                entries = self.entries(node) if beyond and (kin or others.of >= SOON) else []
+                if not kin and entries:  # other arithmetic shows in every layer, from the first on
+                    beyond = (entries[0][0] or 0) > 0
+                often = away.of >= SOON and 2 * away.count > away.of
+                if entries or often or at_home.count < at_home.of:
+                    layer, kind = entries[LAYERS // 2] if entries and beyond else (None, None)
+                    self.moved_elsewhere[node] = _equal(away), _equal(others), layer, kind, bool(entries) and beyond
                     del left[node]
-        for node, (_, away) in left.items():
-            self.moved_elsewhere[node] = Tally(away.of - away.count, away.of), None, None, False
+        for node, (_, away, others) in left.items():
+            self.moved_elsewhere[node] = _equal(away), _equal(others), None, None, False
 
     def apart_from(self, node: int, old: Sequence[int]) -> bool:
         """Return whether an order puts a node behind other rows, and nothing of its path in the row that it had."""
@@ -401,13 +410,13 @@ class _Run:
                 return layer, self.engine.layers[layer].kind if layer >= 0 else None
         return None, None
 
-    def first_layer_moved(self, node: int) -> tuple[int | None, str | None]:
-        """Return the first layer whose output differs from the chain's, the middle one of a few draws."""
+    def entries(self, node: int) -> list[tuple[int | None, str | None]]:
+        """Return the first layers whose outputs differ from the chain's in a few draws, in order; -1: the input."""
         path, entries = self.tree.path(node), []
         for _ in range(LAYERS):
             fresh = self.retoken()
             entries.append(self.first_layer((fresh, node), (front_chain(fresh, path), len(path) - 1)))
-        return sorted(entries, key=lambda entry: -1 if entry[0] is None else entry[0])[LAYERS // 2]
+        return sorted(entries, key=lambda entry: -1 if entry[0] is None else entry[0])
 
     # All else that must not matter
 
@@ -496,6 +505,10 @@ class _Run:
             for verified, node in zip(sides[::2], sides[1::2], strict=True)
         )
         return {part for part, x in chain.items() if part not in mine or not torch.equal(x, mine[part])}
+
+
+def _equal(differing: Tally) -> Tally:
+    return Tally(differing.of - differing.count, differing.of)
 
 
 def _last_child_first(tree: DraftTree) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -12,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.conclusion import INCONCLUSIVE, USAGE, ExitCode
+from ..base.conclusion import INCONCLUSIVE, USAGE
 from ..base.errors import UsageError
 from ..report.record import load_record
 from .config import Cell
+from .stored import Code, Flag, Seconds
 
 # An interpreter that ends with the gate, however the gate ends, and is otherwise `ddtree-check`.
 CHILD = (
@@ -35,52 +35,27 @@ class CellResult:
 
     cell: str
     verdict: str
-    exit_code: int
+    exit_code: Code
     reason: str
-    seconds: float
-    record: bool
-
-    def __post_init__(self):
-        kinds = {"cell": str, "verdict": str, "exit_code": int, "reason": str, "seconds": float, "record": bool}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-                raise ValueError(f"cell: {name} is {value!r:.40}, expected {kind.__name__}")
-        if self.exit_code not in list(ExitCode) or not 0 <= self.seconds < math.inf:
-            raise ValueError(f"cell: exit code {self.exit_code} after {self.seconds} s, expected 0 to 3 and a time")
-
-    def to_json(self) -> dict:
-        return asdict(self)
+    seconds: Seconds
+    record: Flag
 
 
 def slug(number: int, name: str) -> str:
-    """A file name for a cell; the number keeps two apart that differ by what a file name cannot hold."""
+    """Return a file name for a cell; the number keeps two apart that differ by what a file name cannot hold."""
     return f"{number:03d}-{re.sub(r'[^A-Za-z0-9.+_-]+', '-', name)[:80]}"
 
 
 def run_cell(cell: Cell, record: Path, log: Path) -> CellResult:
-    """Runs a cell. Its record, if it comes to one, is written to `record`, its stderr to `log`."""
+    """Run a cell. Its record, if it comes to one, is written to `record`, its stderr to `log`."""
     record.unlink(missing_ok=True)
     # -P: a file of the current directory does not stand before the package
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        CHILD,
-        *shlex.split(cell.job.command())[1:],
-        "--json",
-        str(record),
-        "--quiet",
-    ]
+    words = shlex.split(cell.job.command())[1:]
+    command = [sys.executable, "-P", "-c", CHILD, *words, "--json", str(record), "--quiet"]
     began = time.monotonic()
     with log.open("wb") as errors:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": errors}
+        child = subprocess.Popen(command, **streams, start_new_session=True)
         try:
             code = child.wait(cell.timeout)
         except subprocess.TimeoutExpired:
@@ -119,7 +94,7 @@ def _last_line(log: Path) -> str:
 
 
 def _stop(child: subprocess.Popen) -> None:
-    """Ends a child and what it started; a child that has ended is no error."""
+    """End a child and what it started; a child that has ended is no error."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.stdin.close()
@@ -127,7 +102,7 @@ def _stop(child: subprocess.Popen) -> None:
 
 
 def end_with_parent() -> None:
-    """Lets this process, and what it starts, end when whoever started it is gone: then nobody holds its stdin open."""
+    """End this process, and what it starts, when whoever started it is gone: then nobody holds its stdin open."""
 
     def watch() -> None:
         while os.read(0, 1):

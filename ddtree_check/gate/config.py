@@ -64,7 +64,7 @@ class Config(Gate):
 
 
 def load_config(path: str | Path) -> Config:
-    """Reads a gate.toml. Paths in it are taken from the current directory, as on a command line. Raises UsageError."""
+    """Read a gate.toml. Paths in it are taken from the current directory, as on a command line. Raises UsageError."""
     with usage_errors():
         data = parse_toml(read_text(path), str(path))
     where = str(path)
@@ -115,7 +115,7 @@ def _cell(where: str, name: str, values: Mapping[str, object], timeout: float) -
 
 
 def _combinations(where: str, matrix: dict, excluded: list[dict]) -> list[dict]:
-    """Every combination that no [[exclude]] names. One that names none is a slip."""
+    """Return every combination that no [[exclude]] names. One that names none is a slip."""
     _known(where, "matrix", matrix, MATRIX)
     default: dict[str, list] = {key: [None] for key in MATRIX} | {"budget": [(16,), (64,)]}
     axes = default | {key: _axis(where, f"matrix.{key}", key, value) for key, value in matrix.items()}
@@ -133,7 +133,7 @@ def _combinations(where: str, matrix: dict, excluded: list[dict]) -> list[dict]:
 
 
 def _axis(where: str, what: str, key: str, values: object) -> list:
-    """The values of one key of the matrix, each once. A budget is a number, or a list of numbers to run together."""
+    """Return the values of one key of the matrix, each once. A budget is a number, or a list that runs together."""
     _expect(isinstance(values, list) and bool(values), where, what, values, "a list with at least one value")
     found = []
     for value in values:
@@ -147,7 +147,7 @@ def _axis(where: str, what: str, key: str, values: object) -> list:
 
 
 def _name(chosen: Mapping[str, object]) -> str:
-    """A name to type and to find again: what was chosen, in the order of MATRIX."""
+    """Return a name to type and to find again: what was chosen, in the order of MATRIX."""
     words = [
         Path(str(chosen["model"] or EMBEDDED)).name,
         *([str(chosen["engine"])] if chosen["engine"] else []),
@@ -171,7 +171,7 @@ def _check(where: str, what: str, each: Option, value: object) -> None:
 
 
 def _known(where: str, section: str, found: dict, known: Iterable[str]) -> None:
-    """Refuses a key that is not known, and says which one may have been meant."""
+    """Refuse a key that is not known, and says which one may have been meant."""
     known = list(known)
     for key in found:
         if key not in known:
@@ -186,7 +186,7 @@ def _expect(good: bool, where: str, what: str, got: object, expected: str) -> No
 
 
 def validate(config: Config) -> None:
-    """Raises UsageError for what a run of any cell would refuse before it looks for its model. Imports torch."""
+    """Raise UsageError for what a run of any cell would refuse before it looks for its model. Imports torch."""
     from ..engines.registry import find_engine
     from ..engines.transformers.loading import parse_dtype
 
@@ -200,7 +200,7 @@ def validate(config: Config) -> None:
 
 
 def fingerprint(config: Config) -> str:
-    """What a resumed run must share with the one that was killed: the configuration, the code and the input files."""
+    """Return what a resumed run must share with the killed one: the configuration, the code and the input files."""
     digest = hashlib.blake2b(digest_size=16)
 
     def add(*words: object) -> None:
@@ -222,7 +222,7 @@ def fingerprint(config: Config) -> str:
 
 
 def _module_file(engine: str) -> str | None:
-    """The file of an engine given as module:Class, without importing it."""
+    """Return the file of an engine given as module:Class, without importing it."""
     module, colon, _ = engine.partition(":")
     if not colon or not re.fullmatch(r"\w+(\.\w+)*", module):
         return None

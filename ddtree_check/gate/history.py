@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..base.errors import UsageError
+from .stored import Code, Number, Seconds, read
 
 MIGRATIONS = (  # each takes the file from the version that is its place to the next; never change one, add one
     (
@@ -36,9 +36,9 @@ class CellNight:
 
     verdict: str
     reason: str
-    exit_code: int
-    seconds: float
-    metrics: Mapping[str, float | None]
+    exit_code: Code
+    seconds: Seconds
+    metrics: dict[str, Number | None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Night:
 
 
 def store(path: str | Path, night: Night) -> None:
-    """Adds a night; one that is already there stays as it is. Raises UsageError for a file that cannot be used."""
+    """Add a night; one that is already there stays as it is. Raises UsageError for a file that cannot be used."""
     with _open(path) as db, _transaction(db):
         if db.execute("SELECT 1 FROM runs WHERE id = ?", (night.run,)).fetchone():
             return
@@ -70,7 +70,7 @@ def store(path: str | Path, night: Night) -> None:
 
 
 def nights(path: str | Path, gate: str, last: int, *, but: str = "") -> list[Night]:
-    """The last so many nights of a gate, the oldest first, without the run `but`. No file: none yet."""
+    """Return the last so many nights of a gate, the oldest first, without the run `but`. No file: none yet."""
     if not Path(path).exists():
         return []
     with _open(path) as db:
@@ -95,30 +95,21 @@ def _cells(db: sqlite3.Connection, run: str) -> dict[str, CellNight]:
     rows = db.execute(
         "SELECT cell, verdict, reason, exit_code, seconds FROM cells WHERE run = ? ORDER BY rowid", (run,)
     ).fetchall()
-    return {name: _cell(*rest, metrics.get(name, {})) for name, *rest in rows}
-
-
-def _cell(verdict, reason, exit_code, seconds, metrics: dict) -> CellNight:
-    """Return a cell as it was stored. Raises ValueError for values of other kinds, which SQLite keeps in any column."""
-    numbers = [seconds, *(value for value in metrics.values() if value is not None)]
-    if not all(isinstance(value, str) for value in (verdict, reason, *metrics)):
-        raise ValueError("a verdict, reason or name that is no text")
-    if not isinstance(exit_code, int) or not all(
-        isinstance(value, float) and math.isfinite(value) for value in numbers
-    ):
-        raise ValueError("an exit code, time or metric that is no number")
-    return CellNight(verdict, reason, exit_code, seconds, metrics)
+    names = [each.name for each in fields(CellNight)]
+    return {
+        cell: read(CellNight, dict(zip(names, (*rest, metrics.get(cell, {})), strict=True))) for cell, *rest in rows
+    }
 
 
 def check_history(path: str | Path) -> None:
-    """Raises UsageError, before a long run, if `store` could not write there. Migrates an older file."""
+    """Raise UsageError, before a long run, if `store` could not write there. Migrates an older file."""
     with _open(path):
         pass
 
 
 @contextlib.contextmanager
 def _open(path: str | Path) -> Iterator[sqlite3.Connection]:
-    """The file, made or migrated if need be."""
+    """Yield the file, made or migrated if need be."""
     try:
         db = sqlite3.connect(path, timeout=WAIT, isolation_level=None)
     except sqlite3.Error as error:
@@ -165,7 +156,7 @@ def _version(db: sqlite3.Connection) -> int:
 
 @contextlib.contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of it or none; a second writer waits before it reads anything."""
+    """Do all of it or none; a second writer waits before it reads anything."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -173,12 +164,3 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
-
-
-def series(nights: Sequence[Night], cell: str, metric: str) -> list[tuple[str, float | None]]:
-    """(started, value) of one metric on the nights that have it."""
-    return [
-        (night.started, night.cells[cell].metrics[metric])
-        for night in nights
-        if cell in night.cells and metric in night.cells[cell].metrics
-    ]

@@ -14,6 +14,7 @@ import os
 import statistics
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from .. import __version__
@@ -22,13 +23,15 @@ from ..base.errors import UsageError, usage_errors
 from ..base.files import check_writable, clear_parts, json_number, write_text
 from ..base.journal import append_journal, read_journal
 from ..base.words import counted
+from ..judge.figures import Metric, metrics
 from ..report import html, junit, nightly
 from ..report.record import load_record
 from ..report.terminal import case_where, exact_text
-from .baseline import Baseline, Metric, envelope, load_baseline, metrics, outside, write_baseline
+from .baseline import Baseline, envelope, load_baseline, outside, write_baseline
 from .cells import CellResult, run_cell, slug
 from .config import Cell, Config, fingerprint
 from .history import CellNight, Night, check_history, nights, store
+from .stored import read
 
 SCHEMA = "ddtree-check/gate/1"
 FRESH = 24  # hours after which what a killed run finished is run again
@@ -42,7 +45,7 @@ def run_gate(
     run: Callable[[Cell, Path, Path], CellResult] = run_cell,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Runs what is not finished, writes every report and returns the exit code. `say` gets a line a cell, the verdict
+    """Run what is not finished, writes every report and returns the exit code. `say` gets a line a cell, the verdict
     last.
 
     freeze: write the baseline from this run and the earlier nights that passed; a run that does not pass freezes
@@ -79,7 +82,7 @@ def run_gate(
             before = cell.name in done
             if not before:
                 result = run(cell, path, log)
-                append_journal(journal, result.to_json())
+                append_journal(journal, asdict(result))
                 record = load_record(path) if result.record else None
             results.append(result)
             records.append(record)
@@ -104,7 +107,7 @@ def run_gate(
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """One gate at a time in a folder. The lock goes with its process, however that ends."""
+    """Let one gate at a time into a folder. The lock goes with its process, however that ends."""
     with (out / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +124,7 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _files(config: Config, number: int, cell: Cell) -> tuple[Path, Path]:
-    """Where a cell's record and its log go."""
+    """Return where a cell's record and its log go."""
     name = slug(number, cell.name)
     return config.out / "records" / f"{name}.json", config.out / "logs" / f"{name}.log"
 
@@ -134,7 +137,7 @@ def _begin(journal: Path, print_: str) -> tuple[dict, dict[str, CellResult]]:
         head, *lines = read_journal(journal)
         age = abs(now - datetime.datetime.fromisoformat(head["started"]))
         if head["fingerprint"] == print_ and isinstance(head["run"], str) and age < datetime.timedelta(hours=FRESH):
-            return head, {line["cell"]: CellResult(**line) for line in lines}
+            return head, {line["cell"]: read(CellResult, line) for line in lines}
     except (UsageError, TypeError, KeyError, AttributeError, ValueError):
         pass  # not ours to go on with: what it says is run again
     head = {"schema": SCHEMA, "fingerprint": print_, "run": uuid.uuid4().hex, "started": now.isoformat()}
@@ -157,8 +160,10 @@ def conclude(
     judge: bool = True,
     resumed: Sequence[str] = (),
 ) -> dict:
-    """The night as plain JSON, that every report is made from. judge: hold it against the baseline; resumed: cells that
-    a killed run finished."""
+    """Return the night as plain JSON, that every report is made from.
+
+    judge: hold it against the baseline; resumed: cells that a killed run finished.
+    """
     cells = []
     for cell, result, record in zip(config.cells, results, records, strict=True):
         found = {} if record is None else metrics(record)
@@ -209,20 +214,18 @@ def conclude(
 
 
 def _drifts(found: dict[str, Metric], bounds: dict, record: dict) -> list[dict]:
-    """Metrics outside their envelope, and those that were frozen and are not measured any more."""
+    """Return metrics outside their envelope, and those that were frozen and are not measured any more."""
     drifts = [
-        {"metric": name, "value": metric.value, "low": bounds[name][0], "high": bounds[name][1]}
-        for name, metric in found.items()
-        if name in bounds and outside(metric, bounds[name])
+        {"metric": name, "value": found[name].value, **bounds[name]._asdict()}
+        for name in bounds
+        if name in found and outside(found[name], bounds[name])
     ]
     gone = [name for name in bounds if name not in found] if record is not None else []
-    return drifts + [
-        {"metric": name, "value": None, "low": bounds[name][0], "high": bounds[name][1], "gone": True} for name in gone
-    ]
+    return drifts + [{"metric": name, "value": None, **bounds[name]._asdict(), "gone": True} for name in gone]
 
 
 def _trend(cell: str, name: str, metric: Metric, earlier: Sequence[Night]) -> dict:
-    """A metric beside what it was on earlier nights."""
+    """Return a metric beside what it was on earlier nights."""
     before = [
         night.cells[cell].metrics[name]
         for night in earlier
@@ -237,7 +240,7 @@ def _trend(cell: str, name: str, metric: Metric, earlier: Sequence[Night]) -> di
 
 
 def _cases(record: dict) -> list[dict]:
-    """Each case of a record with the verdict and reason of the modes that decide, and where their faults enter."""
+    """Return each case with the verdict and reason of the modes that decide, and where their faults enter."""
     required = record["settings"]["require"]
     return [
         {
@@ -292,21 +295,17 @@ def _line(night: dict, code: ExitCode) -> str:
 def _night(config: Config, head: dict, night: dict) -> Night:
     cells = {
         cell["name"]: CellNight(
-            cell["verdict"],
-            cell["reason"],
-            cell["exit_code"],
-            cell["seconds"],
+            *(cell[name] for name in ("verdict", "reason", "exit_code", "seconds")),
             {name: metric["value"] for name, metric in cell["metrics"].items()},
         )
         for cell in night["cells"]
     }
-    return Night(
-        head["run"], config.name, head["started"], head["fingerprint"], night["environment"], night["exit_code"], cells
-    )
+    places = (head["run"], config.name, head["started"], head["fingerprint"])
+    return Night(*places, night["environment"], night["exit_code"], cells)
 
 
 def _freeze(config: Config, night: dict, records: Sequence[dict | None], earlier: Sequence[Night]) -> None:
-    """The envelope of this run and of those earlier nights on which the cell passed."""
+    """Freeze the envelope of this run and of those earlier nights on which the cell passed."""
     if night["exit_code"]:
         night["notes"].append(
             f"freeze: the run ended {night['verdict']}, expected pass; {config.baseline} is unchanged"
@@ -325,16 +324,13 @@ def _freeze(config: Config, night: dict, records: Sequence[dict | None], earlier
 
 
 def _report(config: Config, night: dict, records: Sequence[dict | None], earlier: Sequence[Night]) -> None:
-    """gate.json, JUnit XML, Markdown and HTML, each whole; Markdown goes to GitHub's page as well."""
+    """Write gate.json, JUnit XML, Markdown and HTML, each whole; Markdown goes to GitHub's page as well."""
     summary = nightly.render(night)
-    past = [
-        (n.started, {name: (c.verdict, c.seconds, dict(c.metrics)) for name, c in n.cells.items()}) for n in earlier
-    ]
     with usage_errors():
         write_text(config.out / "gate.json", json.dumps(night, allow_nan=False) + "\n")
         write_text(config.out / "junit.xml", junit.render(night))
         write_text(config.out / "summary.md", summary + "\n")
-        write_text(config.out / "report.html", html.render_gate(night, records, past))
+        write_text(config.out / "report.html", html.render_gate(night, records, earlier))
     if page := os.environ.get(STEP_SUMMARY):
         try:
             with open(page, "a", encoding="utf-8") as file:

@@ -247,6 +247,7 @@ class Node:
 
     equal   draws in which its row was that of its path as a chain;  moved  draws in which it moved under influence
     elsewhere   draws in which its row was the chain's where its path stood in another order
+    others  draws in which the rows of other nodes in its place were their chains'
     reads   what it reads, if that was looked for;  through  a moved ancestor, by which it moves too
     """
 
@@ -254,13 +255,14 @@ class Node:
     equal: Tally = Tally()
     moved: Tally = Tally()
     elsewhere: Tally = Tally()
+    others: Tally = Tally()
     reads: tuple[Edge, ...] = ()
     through: int | None = None
     layer: int | None = None
     kind: str | None = None
 
     def to_json(self) -> dict:
-        figures = {name: _tally(getattr(self, name)) for name in ("equal", "moved", "elsewhere")}
+        figures = {name: _tally(getattr(self, name)) for name in ("equal", "moved", "elsewhere", "others")}
         reads = [vars(edge) for edge in self.reads]
         return {"value": self.value, **figures, "reads": reads, "through": self.through, "layer": self.layer}
 
@@ -276,7 +278,9 @@ class Node:
             return f"node {node} moves with foreign tokens in {self.moved} draws"
         never = f"node {node} equals its path as a chain in {self.equal} draws"
         if self.elsewhere.of:
-            never += f", and in {self.elsewhere} where it stands elsewhere"
+            never += f", in {self.elsewhere} where it stands elsewhere"
+        if self.others.of:
+            never += f", and other nodes in its row in {self.others}"
         return never + entry(self.layer, self.kind)
 
 

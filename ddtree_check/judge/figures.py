@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..base.files import json_number
 from .exact import CERTIFIED
+from .nodes import judged_as
+from .rule import EXACT
 
 WORST, CASE, NODE, HOVER, CASES = "worst", "case", "node", "hover", "cases"  # worst nodes, all of a case, one, HTML
+NIGHT = "night"  # cells of the gate
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Column:
     """One figure.
 
     name      its key in the record and its header in CSV, `ar.` for one inside `ar`; None: it is shown, not recorded
-    compute   its JSON value, from an `Outcome` and a node (FACTS), a node and a mode (FIGURES) or a mode (RESULTS)
+    compute   its value, which `json_values` makes JSON's, from an `Outcome` and a node (FACTS), a node and a mode
+              (FIGURES) or a mode (RESULTS)
     views     its look in each view that shows it
     """
 
@@ -44,13 +47,13 @@ def _tree(name: str) -> Callable:
     return lambda outcome, node: getattr(outcome.case.tree, name)[node]
 
 
-def _difference(name: str, number: Callable = json_number) -> Callable:
-    return lambda outcome, node, mode: number(getattr(outcome.differences[mode], name)[node])
+def _difference(name: str) -> Callable:
+    return lambda outcome, node, mode: getattr(outcome.differences[mode], name)[node]
 
 
-def _given(values: Sequence | None, node: int, number: Callable) -> object:
+def _given(values: Sequence | None, node: int) -> object:
     """Return the value of a node; null for a mode that has none, since it could not be judged."""
-    return None if values is None or not len(values) else number(values[node])
+    return None if values is None or not len(values) else values[node]
 
 
 def _count(verdict: str) -> Callable:
@@ -59,9 +62,7 @@ def _count(verdict: str) -> Callable:
 
 def _errors(summary: Callable) -> Callable:
     """Return what computes a figure of all errors of a mode; null where it was not run."""
-    return lambda outcome, mode: (
-        json_number(summary(outcome.differences[mode].max_abs)) if mode in outcome.differences else None
-    )
+    return lambda outcome, mode: summary(outcome.differences[mode].max_abs) if mode in outcome.differences else None
 
 
 def _certified(outcome, mode: str) -> int | None:
@@ -78,22 +79,22 @@ FACTS = (  # of a node
     Column("leaked", _tree("leaked"), {WORST: Look("leaked", "count", 2), CASE: Look("leaked", "count", 1)}),
     Column("clean", lambda outcome, node: node not in outcome.leak.contaminated),
     Column("read_from", lambda outcome, node: outcome.plan.state[node]),
-    Column("rows_since_skip", lambda outcome, node: outcome.plan.rows_since_skip(node)),
+    Column("rows_since_skip", lambda outcome, node: outcome.plan.rows_since_skip[node]),
     Column(
         "ar.argmax",
-        lambda outcome, node: int(outcome.ar.argmax[node]),
+        lambda outcome, node: outcome.ar.argmax[node],
         {CASE: Look("ar token", "token"), NODE: Look("ar chooses", "with margin"), HOVER: Look("ar chooses", "token")},
     ),
+    Column("ar.margin", lambda outcome, node: outcome.ar.margin[node], {HOVER: Look("margin")}),
     Column(views={CASE: Look("in bits", "bits", 1), HOVER: Look("in bits", "bits")}),
-    Column("ar.margin", lambda outcome, node: json_number(outcome.ar.margin[node]), {HOVER: Look("margin")}),
 )
 FIGURES = (  # of a node in a mode
     Column(
         "verdict",
-        lambda outcome, node, mode: _given(outcome.results[mode].verdicts, node, str),
+        lambda outcome, node, mode: _given(outcome.results[mode].verdicts, node),
         {NODE: Look("verdict", "verdict"), HOVER: Look("", "verdict")},
     ),
-    Column("argmax", _difference("run_argmax", int)),
+    Column("argmax", _difference("run_argmax")),
     Column(
         "max_abs",
         _difference("max_abs"),
@@ -101,13 +102,13 @@ FIGURES = (  # of a node in a mode
     ),
     Column(
         "floor",
-        lambda outcome, node, mode: _given(outcome.floors[mode], node, json_number),
+        lambda outcome, node, mode: _given(outcome.floors[mode], node),
         {WORST: Look("floor", "floor"), NODE: Look("floor", "floor")},
     ),
     Column("rms", _difference("rms"), {NODE: Look("rms", spare=1)}),
     Column("kl", _difference("kl"), {NODE: Look("KL", "share"), HOVER: Look("KL")}),
     Column("tv", _difference("tv"), {NODE: Look("TV", "share", 2)}),
-    Column("ar_rank", _difference("ar_rank", int), {NODE: Look("rank of ar's", "count")}),
+    Column("ar_rank", _difference("ar_rank"), {NODE: Look("rank of ar's", "count")}),
     Column(views={WORST: Look("margin", "margin", 1)}),
     Column(
         views={
@@ -129,6 +130,90 @@ RESULTS = (  # of a mode in a case
 )
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a whole record. value: None if it is not finite; unit: the smallest step that means anything;
+    noise: only more of it is bad."""
+
+    value: float | None
+    unit: float
+    noise: bool = False
+
+
+def _share(count: float, of: int) -> Metric | None:
+    return Metric(count / of, 1 / of) if of else None
+
+
+def _noise(record: Mapping, mode: str, errors: Sequence[float | None]) -> Metric | None:
+    """Return the largest error, its unit the least floor of the mode; None where nothing was judged."""
+    floors = [node[mode]["floor"] for case in record["cases"] for node in case["nodes"]]
+    floors = [floor for floor in floors if floor is not None]
+    return Metric(None if None in errors else max(errors), min(floors), True) if floors else None
+
+
+def _modes(metric: Callable, *modes: str) -> Callable:
+    """Return what computes a metric of each of these modes. metric: of a record and a mode."""
+    return lambda record: {mode: metric(record, mode) for mode in modes}
+
+
+def _errors_of(record: Mapping, mode: str) -> Metric | None:
+    return _noise(record, mode, [case["modes"][mode]["max_abs"] for case in record["cases"]])
+
+
+def _ties(record: Mapping, mode: str) -> Metric | None:
+    nodes = sum(len(case["nodes"]) for case in record["cases"]) if _errors_of(record, mode) else 0
+    return _share(sum(case["modes"][mode]["tie"] for case in record["cases"]), nodes)
+
+
+def _accepted(record: Mapping, mode: str) -> Metric | None:
+    counts = [case["acceptance"][mode]["accepted"] for case in record["cases"] if mode in case["acceptance"]]
+    return _share(sum(counts), len(counts))
+
+
+def _controls(record: Mapping) -> dict:
+    return {name: _noise(record, "tree_forked", [error]) for name, error in record["floor"]["controls"].items()}
+
+
+def _part(section: str, count: str, of: str) -> Callable:
+    return lambda record: {"": _share(record[section][count], record[section][of])}
+
+
+def _rounds(count: Callable[[Mapping], float]) -> Callable:
+    """Return what computes a mean over the rounds of every mode."""
+    return lambda record: {
+        mode: _share(count(entry), entry["rounds"])
+        for mode, entry in (record.get("rounds") or NO_ROUNDS)["summary"].items()
+    }
+
+
+def _certified_share(record: Mapping) -> dict:
+    """Return the share of certified nodes; rounding alone decides it in a dtype whose floors find every fault."""
+    exact = record.get("exact")
+    coarse = judged_as(record["environment"]) not in EXACT
+    return {"": _share(exact["certified"], exact["nodes"])} if exact and coarse else {}
+
+
+NO_ROUNDS = {"summary": {}}
+MODES = ("ar", "linear", "tree_forked", "tree_unforked")
+METRICS = (  # of a record, which nights are held against: compute gives a Metric for each part that completes the name
+    Column("{}.max_abs", _modes(_errors_of, *MODES[1:3]), {NIGHT: Look("forked |Δ|")}),
+    Column("{}.ties", _modes(_ties, *MODES[1:3])),
+    Column("control.{}", _controls),
+    Column("unforked.near_moved", _part("coverage", "near_moved", "near"), {NIGHT: Look("near moved")}),
+    Column("exact.certified", _certified_share, {NIGHT: Look("certified")}),
+    Column("unforked.flipped", _part("leakage", "flipped", "contaminated")),
+    Column("{}.accepted", _modes(_accepted, *MODES), {NIGHT: Look("accepted")}),
+    Column("rounds.{}.off", _rounds(lambda entry: entry["off"])),
+    Column("rounds.{}.moved", _rounds(lambda entry: entry["moved_per_round"] * entry["rounds"])),
+)
+
+
+def metrics(record: Mapping) -> dict[str, Metric]:
+    """Return the metrics of a record by name, without what it does not have."""
+    computed = {column.name: column.compute(record).items() for column in METRICS}
+    return {name.format(key): metric for name, parts in computed.items() for key, metric in parts if metric is not None}
+
+
 def names(table: Sequence[Column]) -> list[str]:
     """Return the names of the recorded columns, in their order."""
     return [column.name for column in table if column.name]
@@ -144,7 +229,7 @@ def entry(table: Sequence[Column], outcome, *at) -> dict:
     return values
 
 
-def value(entry: Mapping, name: str, missing: object = None) -> object:
-    """Return a recorded figure, or `missing` where the record is older than the column."""
-    group, _, key = name.rpartition(".")
-    return (entry.get(group, {}) if group else entry).get(key, missing)
+def values(entry: Mapping, names: Sequence[str | None], missing: object = None) -> list:
+    """Return recorded figures by name, `missing` where the record is older than the column, None for no name."""
+    parts = [(name or "").rpartition(".") for name in names]
+    return [(entry.get(group, {}) if group else entry).get(key, missing) if key else None for group, _, key in parts]

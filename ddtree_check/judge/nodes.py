@@ -177,7 +177,7 @@ def systematic(
 
 def near_skip(plan: Plan, dirty: frozenset[int], rule: Rule) -> frozenset[int]:
     """Contaminated nodes that are at most `near_rows` path steps after a skip edge: those that must move."""
-    after = {node: plan.rows_since_skip(node) for node in dirty}
+    after = {node: plan.rows_since_skip[node] for node in dirty}
     return frozenset(node for node, steps in after.items() if steps is not None and steps <= rule.near_rows)
 
 

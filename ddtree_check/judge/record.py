@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..base.files import json_number, now
+from ..base.files import json_number, json_values, now
 from ..model.wiring import Attention, Conv, Layer, State
 from ..tree.paths import leaves_first_branch
 from . import figures
@@ -89,10 +89,10 @@ def _case_json(outcome: Outcome) -> dict:
     tree, leak, nodes, modes = outcome.case.tree, outcome.leak, [], {}
     for node in range(len(tree)):
         entry = figures.entry(figures.FACTS, outcome, node)
-        entry["controls"] = {name: json_number(values[node]) for name, values in outcome.controls.items()}
+        entry["controls"] = {name: values[node] for name, values in outcome.controls.items()}
         entry["exact"] = outcome.bits and outcome.bits.nodes[node].to_json()
         for mode, errors in outcome.exact.items():
-            entry.setdefault("oracle", {})[mode] = json_number(errors[node])
+            entry.setdefault("oracle", {})[mode] = errors[node]
         for mode in outcome.results:
             if mode not in outcome.differences:
                 entry[mode] = dict.fromkeys(figures.names(figures.FIGURES))
@@ -108,8 +108,8 @@ def _case_json(outcome: Outcome) -> dict:
             modes[mode]["sampled"] = outcome.sampled[mode].mode_json(tree, result.verdicts)
     return {
         **outcome.case.to_json(),
-        "nodes": nodes,
-        "modes": modes,
+        "nodes": json_values(nodes),
+        "modes": json_values(modes),
         "acceptance": outcome.acceptance,
         "ties": outcome.ties.to_json(),
         "leak_law": {

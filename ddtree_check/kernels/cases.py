@@ -11,7 +11,7 @@ import torch
 
 from ..base.errors import UsageError
 from ..tree.draft_tree import DraftTree
-from ..tree.drafts.best_first import best_first
+from ..tree.drafts.best_first import best_first, published_tree
 from ..tree.drafts.shapes import shape
 from ..tree.formats import to_batch_links
 from .forms import FORMS, Call, CommitCall, ConvCall, DeltaCall, Mamba2Call
@@ -19,14 +19,6 @@ from .forms import FORMS, Call, CommitCall, ConvCall, DeltaCall, Mamba2Call
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KINDS = tuple(FORMS)
 VOCAB = 1000
-# EAGLE's static tree, 25 nodes: per depth, the ranks along each path, read as one number.
-_EAGLE = {
-    1: (0, 1, 2, 3),
-    2: (0, 1, 2, 10, 11, 20, 21, 30),
-    3: (0, 1, 2, 10, 11, 20, 21, 100),
-    4: (0, 1, 2),
-    5: (0, 1),
-}
 
 
 @dataclass(frozen=True)
@@ -77,12 +69,12 @@ class Case:
         return len(self.trees) + self.padded
 
     def sources(self, request: int) -> tuple[int, ...]:
-        """Which row each row of a request continues, -1 for the committed state; one number for each node."""
+        """Return which row each row of a request continues, -1 for the committed state; one number for each node."""
         parents = self.trees[request].parents
         return parents if self.forked else tuple(range(-1, len(parents) - 1))
 
     def call(self, device: str | torch.device = "cpu") -> Call:
-        """The call, with fresh buffers: the same numbers every time and on every device."""
+        """Return the call, with fresh buffers: the same numbers every time and on every device."""
         made = _MAKERS[self.kind](self, _Draw(self))
         moved = {name: value.to(device) for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
         return replace(made, **moved)
@@ -96,7 +88,7 @@ def _shape(name: str, **options) -> Callable[[int, int], DraftTree]:
 
 
 def _braid(nodes: int, seed: int) -> DraftTree:
-    """Two chains, row by row in turn: no row but the first continues the row before it."""
+    """Make two chains, row by row in turn: no row but the first continues the row before it."""
     return DraftTree(tuple(range(nodes + 1)), (-1, *(max(0, node - 2) for node in range(1, nodes + 1))))
 
 
@@ -106,8 +98,7 @@ def _best_first(nodes: int, seed: int) -> DraftTree:
 
 
 def _eagle(nodes: int, seed: int) -> DraftTree:
-    paths = ["", *(f"{path:0{depth}}" for depth, paths in _EAGLE.items() for path in paths)]
-    return DraftTree(tuple(range(len(paths))), (-1, *(paths.index(path[:-1]) for path in paths[1:])))
+    return published_tree(np.tile(-np.arange(10.0), (5, 1)), "eagle", root=0)
 
 
 FAMILIES: dict[str, Callable[[int, int], DraftTree]] = {  # (drafted nodes, seed) -> tree
@@ -164,19 +155,19 @@ class _Draw:
         return torch.randn(*size, generator=self._generator, dtype=torch.float64)
 
     def rows(self, *size: int) -> torch.Tensor:
-        """Activations [b, t, *size]."""
-        found = self.numbers(self.case.requests, self.case.steps, *size) * self.inputs.scale
+        """Draw activations [b, t, *size]."""
+        values = self.numbers(self.case.requests, self.case.steps, *size) * self.inputs.scale
         if self.inputs.mixed:
-            found = found * 2.0 ** torch.linspace(-4, 4, size[-1], dtype=torch.float64)
+            values = values * 2.0 ** torch.linspace(-4, 4, size[-1], dtype=torch.float64)
         if self.inputs.blank:
-            found[:, 1::2] = 0
-        return found.to(self.dtype)
+            values[:, 1::2] = 0
+        return values.to(self.dtype)
 
     def gates(self, shift: float, *size: int) -> torch.Tensor:
         return (self.numbers(self.case.requests, self.case.steps, *size) + shift).to(self.dtype)
 
     def common(self, *state: int, dtype: torch.dtype | None = None) -> dict:
-        """Pool, slots, buffer and rows: more of each than requests, in no order, one step more than rows."""
+        """Make pool, slots, buffer and rows: more of each than requests, in no order, one step more than rows."""
         case, dtype = self.case, dtype or self.state_dtype
         places = len(case.trees) + 3
         order = torch.randperm(places, generator=self._generator)
@@ -190,14 +181,14 @@ class _Draw:
         }
 
     def parents(self) -> torch.Tensor | None:
-        """int64 [b, t]: as SGLang's conv kernel leaves them, 0 for the root and for padding rows."""
+        """Return int64 [b, t]: as SGLang's conv kernel leaves them, 0 for the root and for padding rows."""
         case = self.case
         if not case.forked:
             return None
-        found = torch.zeros(case.requests, case.steps, dtype=torch.int64)
+        parents = torch.zeros(case.requests, case.steps, dtype=torch.int64)
         for request, tree in enumerate(case.trees):
-            found[request, 1 : len(tree)] = torch.tensor(tree.parents[1:])
-        return found
+            parents[request, 1 : len(tree)] = torch.tensor(tree.parents[1:])
+        return parents
 
 
 def _conv(case: Case, draw: _Draw) -> ConvCall:
@@ -275,7 +266,7 @@ PAIRS = (  # inputs, state
 def suite(
     kinds: Sequence[str] = KINDS, pairs: Sequence[tuple[str, str]] = PAIRS, *, size: str = "small", long: int = 0
 ) -> Iterator[Case]:
-    """The cases for kernels of these kinds: every family forked, of 12 drafted nodes (EAGLE's has 25); a batch
+    """Yield the cases for kernels of these kinds: every family forked, of 12 drafted nodes (EAGLE's has 25); a batch
     of four trees, all different, with a padding request and padding rows; unforked on a chain and on a tree (as a chain
     then); every kind of inputs; with `long`, a chain and a tree of that many rows. For conv also the other widths, for
     kda the bounded gate. A commit accepts the last node of each tree, the root, nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -80,14 +80,14 @@ class Result:
 def check(
     kernel: Callable[[Call], torch.Tensor], case: Case, *, device: str = "cpu", name: str | None = None
 ) -> Result:
-    """Makes the case's call, runs the kernel once on it, and judges everything that it wrote or had to leave alone."""
+    """Make the case's call, run the kernel once on it, and judge everything that it wrote or had to leave alone."""
     call = case.call(device)
     result = Result(name or getattr(kernel, "__name__", "kernel"), case)
     return judge(kernel, call, result)
 
 
 def judge(kernel: Callable[[Call], torch.Tensor], call: Call, result: Result) -> Result:
-    """`check` of a call that is already made. A call that breaks a convention is refused by name, not made."""
+    """Check a call that is already made. A call that breaks a convention is refused by name, not made."""
     case = result.case
     counts = [len(tree) for tree in case.trees] + [1] * case.padded
     result.problems = lint(call, nodes=counts, padding=range(len(case.trees), case.requests))
@@ -112,18 +112,18 @@ def judge(kernel: Callable[[Call], torch.Tensor], call: Call, result: Result) ->
 
 
 def compare(call: Call, before: Call, out: torch.Tensor | None, result: Result) -> list[Finding]:
-    """Every difference between what a kernel left in `call`, made as `before`, and what it should have."""
-    case, found = result.case, list(_untouched(call, before, out, result))
+    """Return every difference between what a kernel left in `call`, made as `before`, and what it should have."""
+    case, findings = result.case, list(_untouched(call, before, out, result))
     if isinstance(call, CommitCall):
-        return found + list(_committed(call, before, result))
+        return findings + list(_committed(call, before, result))
     wanted = before.x if hasattr(before, "x") else before.v
     if not isinstance(out, torch.Tensor) or out.shape != wanted.shape or out.dtype != wanted.dtype:
         got = f"{out.dtype} {list(out.shape)}" if isinstance(out, torch.Tensor) else type(out).__name__
-        found.append(_broken(result, "call", f"returned {got}, expected {wanted.dtype} {list(wanted.shape)}"))
-        return found
+        findings.append(_broken(result, "call", f"returned {got}, expected {wanted.dtype} {list(wanted.shape)}"))
+        return findings
     for request in range(len(case.trees)):
-        found += _request(call, before, out, request, result)
-    return found
+        findings += _request(call, before, out, request, result)
+    return findings
 
 
 def _request(call: Call, before: Call, out: torch.Tensor, request: int, result: Result) -> list[Finding]:
@@ -136,7 +136,7 @@ def _request(call: Call, before: Call, out: torch.Tensor, request: int, result: 
         "output": (out[request, :nodes], right.output, right.output_bound),
         "window" if conv else "state": (call.buffer[row, :nodes], right.state, right.state_bound),
     }
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for part, (got, want, bound) in parts.items():
         origin = "exact: copied inputs" if part == "window" else _origin(case, part)
         error = (got.double().cpu() - want).abs().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -149,23 +149,23 @@ def _request(call: Call, before: Call, out: torch.Tensor, request: int, result: 
             place = int(share[node].argmax())
             if not share[node].flatten()[place] <= 1:
                 index = _index(place, share[node].shape)
-                channel = _channel(case.kind, part, index)
+                channel = _named(AXES[case.kind, part], index)
                 figures = float(error[node][index]), float(bound[node][index]), origin
-                found.append(Finding(result.kernel, case.id, part, request, node, channel, *figures))
-    if found:
-        first = min(finding.node for finding in found)
+                findings.append(Finding(result.kernel, case.id, part, request, node, channel, *figures))
+    if findings:
+        first = min(finding.node for finding in findings)
         why = _explain(call, before, out, request, first, sources, right, case)
-        found = [f if f.node != first else Finding(**_values(f) | {"reads": why}) for f in found]
+        findings = [replace(finding, reads=why) if finding.node == first else finding for finding in findings]
     if conv and case.forked:
         want = torch.tensor(case.trees[request].parents)
         got = call.parents[request, :nodes].cpu()
         for node in (1 + torch.nonzero(got[1:] != want[1:]).flatten()).tolist():
             error = float(abs(int(got[node]) - int(want[node])))
             says = f"parent {int(got[node])}, expected {int(want[node])}"
-            found.append(
+            findings.append(
                 Finding(result.kernel, case.id, "parents", request, node, "", error, 0.0, "exact: links", says)
             )
-    return found
+    return findings
 
 
 def _origin(case: Case, part: str) -> str:
@@ -175,10 +175,8 @@ def _origin(case: Case, part: str) -> str:
 
 
 def _explain(call, before, out, request, node, sources, right, case) -> str:
-    """Which state the first wrong node looks as if it had started from. Its right state is among the candidates."""
-    names, carries = ["the committed state"], [right.initial]
-    names.append("zeros")
-    carries.append(torch.zeros_like(right.initial))
+    """Return the state that the first wrong node seems to have started from; its right one is a candidate."""
+    names, carries = ["the committed state", "zeros"], [right.initial, torch.zeros_like(right.initial)]
     for other in range(node):
         names.append(f"node {other}'s state")
         carries.append(right.carry[other])
@@ -188,13 +186,11 @@ def _explain(call, before, out, request, node, sources, right, case) -> str:
             carries.append(reference.law_of(before).initial(before, other))
     state, output = reference.one_step(before, request, node, torch.stack(carries))
     row = int(before.rows[request])
-    tell = [(out[request, node], output, right.output_bound[node])]
-    if not isinstance(call, ConvCall):
-        tell.append((call.buffer[row, node], state, right.state_bound[node]))
-    else:
-        tell.append((call.buffer[row, node], state, torch.full_like(state[0], torch.finfo(torch.float64).tiny)))
-    own = sources[node]
-    expected = "the committed state" if own < 0 else f"node {own}'s state"
+    exact = torch.full_like(state[0], torch.finfo(torch.float64).tiny)
+    state_bound = exact if isinstance(call, ConvCall) else right.state_bound[node]
+    tell = [(out[request, node], output, right.output_bound[node]), (call.buffer[row, node], state, state_bound)]
+    source = sources[node]
+    expected = "the committed state" if source < 0 else f"node {source}'s state"
     for got, candidates, bound in tell:
         far = ((got.double().cpu() - candidates).abs().nan_to_num(nan=math.inf) / bound).flatten(1).amax(1)
         best = int(far.argmin())
@@ -219,9 +215,11 @@ def _committed(call: CommitCall, before: CommitCall, result: Result) -> Iterator
             for other in range(len(case.trees[request]))
             if torch.equal(got, before.buffer[row, other].to(got.dtype))
         ]
-        held = f"node {same[0]}'s state" if same else "the state before" if torch.equal(got, before.pool[slot]) else ""
+        content = (
+            f"node {same[0]}'s state" if same else "the state before" if torch.equal(got, before.pool[slot]) else ""
+        )
         asked = f"node {node}'s" if node >= 0 else "the state before"
-        reads = f"holds {held}, expected {asked}" if held else ""
+        reads = f"holds {content}, expected {asked}" if content else ""
         place = _index(int(error.argmax()), error.shape)
         channel = f"slot {slot}, {_named(('head', 'v', 'k'), place)}"
         figures = float(error[place]), 0.0, "exact: copied"
@@ -229,7 +227,7 @@ def _committed(call: CommitCall, before: CommitCall, result: Result) -> Iterator
 
 
 def _untouched(call: Call, before: Call, out, result: Result) -> Iterator[Finding]:
-    """What the call had to leave alone, bit for bit."""
+    """Yield what the call had to leave alone, bit for bit."""
     case = result.case
     mine = {int(slot): request for request, slot in enumerate(before.slots) if slot >= 0}
     for slot in range(len(before.pool)):
@@ -258,7 +256,7 @@ def _untouched(call: Call, before: Call, out, result: Result) -> Iterator[Findin
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit; NaN equals itself."""
+    """Return whether two are equal bit for bit; NaN equals itself."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
@@ -273,16 +271,8 @@ def _broken(result: Result, part: str, says: str) -> Finding:
     return Finding(result.kernel, result.case.id, part, None, None, "", math.inf, 0.0, "the call form", says)
 
 
-def _values(finding: Finding) -> dict:
-    return {spec.name: getattr(finding, spec.name) for spec in fields(finding)}
-
-
 def _index(place: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(x) for x in torch.unravel_index(torch.tensor(place), tuple(shape)))
-
-
-def _channel(kind: str, part: str, index: Sequence[int]) -> str:
-    return _named(AXES[kind, part], index)
 
 
 def _named(axes: Sequence[str], index: Sequence[int]) -> str:

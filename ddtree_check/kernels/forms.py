@@ -35,8 +35,8 @@ class Call:
     rows: torch.Tensor
 
     def clone(self) -> Call:
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.clone() for name, x in found.items() if isinstance(x, torch.Tensor)})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: x.clone() for name, x in values.items() if isinstance(x, torch.Tensor)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class DeltaCall(Call):
 
     @property
     def per_channel(self) -> bool:
-        """True for kda."""
+        """Return True for kda."""
         return self.a.ndim == 4
 
 

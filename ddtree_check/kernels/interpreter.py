@@ -19,7 +19,7 @@ VARIABLE = "TRITON_INTERPRET"
 
 @functools.cache
 def prepare() -> None:
-    """Turns the interpreter on and mends it, once in a process; before any kernel is imported.
+    """Turn the interpreter on and mend it, once in a process; before any kernel is imported.
 
     Raises UsageError if triton is missing, or was imported with the interpreter off.
     """
@@ -40,7 +40,7 @@ def prepare() -> None:
 
 
 def _device_context() -> None:
-    """torch.cpu has no `device`; launchers write `with torch.get_device_module(x.device).device(index)`."""
+    """Give torch.cpu a `device`; launchers write `with torch.get_device_module(x.device).device(index)`."""
     import torch
 
     if not hasattr(torch.cpu, "device"):
@@ -48,7 +48,7 @@ def _device_context() -> None:
 
 
 def _comparisons(interpreter, tl) -> None:
-    """Comparisons keep their operands' dtype, so that masks made from scalars become int64; they are int1."""
+    """Make comparisons int1: they keep their operands' dtype, so that masks made from scalars become int64."""
     builder = interpreter.InterpreterBuilder
 
     def int1(plain):
@@ -63,8 +63,8 @@ def _comparisons(interpreter, tl) -> None:
 
 
 def _bfloat16(interpreter, tl) -> None:
-    """bf16 numbers are kept as uint16 and computed with as if they were integers, and rounded upwards at a tie, or
-    not at all. Here they are computed with in float32 and rounded to nearest even, as hardware does."""
+    """Compute bf16 in float32: it is kept as uint16, computed with as if it were integers, rounded upwards at a tie, or
+    not at all. Here it is computed with in float32 and rounded to nearest even, as hardware does."""
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     plain_binary, plain_unary = builder.binary_op, builder.unary_op
     plain_cast, plain_convert = builder.cast_impl, builder.create_fp_to_fp
@@ -78,8 +78,8 @@ def _bfloat16(interpreter, tl) -> None:
     def binary_op(self, lhs, rhs, op):
         if lhs.dtype.scalar != tl.bfloat16:
             return plain_binary(self, lhs, rhs, op)
-        found = op(wide(lhs).data, wide(rhs).data)
-        return handle(found, tl.int1) if found.dtype == bool else handle(narrowed(found), tl.bfloat16)
+        result = op(wide(lhs).data, wide(rhs).data)
+        return handle(result, tl.int1) if result.dtype == bool else handle(narrowed(result), tl.bfloat16)
 
     def unary_op(self, x, op):
         return narrow(plain_unary(self, wide(x), op)) if x.dtype.scalar == tl.bfloat16 else plain_unary(self, x, op)
@@ -100,12 +100,12 @@ def _bfloat16(interpreter, tl) -> None:
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """bf16 bits uint16 as float32."""
+    """Return bf16 bits uint16 as float32."""
     return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def narrowed(numbers: np.ndarray) -> np.ndarray:
-    """Numbers as bf16 bits uint16, rounded to nearest, ties to even; NaN stays NaN."""
+    """Return numbers as bf16 bits uint16, rounded to nearest, ties to even; NaN stays NaN."""
     numbers = np.array(numbers, dtype=np.float32)
     bits = numbers.view(np.uint32)
     with np.errstate(over="ignore"):

@@ -39,7 +39,7 @@ def check_layer(
     device: str = "cpu",
     name: str = "layer",
 ) -> list[Finding]:
-    """Verifies `trees`, commits node accept[i] of request i, decodes one token; judges the path's rows and the token.
+    """Verify `trees`, commit node accept[i] of request i, decode one token; judge the path's rows and the token.
 
     accept: 0, the root, or further: who verified has accepted the root. (A conv kernel may have overwritten its slot,
     so that a commit of nothing would leave a wrong window.)
@@ -49,7 +49,7 @@ def check_layer(
     """
     size, steps = SIZES["small"], max(map(len, trees))
     size = size.but(channels=2 * size.key_heads * size.key + size.heads * size.value)
-    one = [DraftTree((0,), (-1,)) for _ in trees]
+    roots = [DraftTree((0,), (-1,)) for _ in trees]
     options = {"dtype": dtype, "state_dtype": dtype, "size": size}
 
     def calls(trees: Sequence[DraftTree], steps: int, forked: bool, seed: int) -> tuple[ConvCall, DeltaCall]:
@@ -69,7 +69,7 @@ def check_layer(
     for call in (conv, delta):
         layer.commit(CommitCall(pool=call.pool, slots=call.slots, buffer=call.buffer, rows=call.rows, nodes=nodes))
 
-    next_conv, next_delta = calls(one, 1, False, 2)
+    next_conv, next_delta = calls(roots, 1, False, 2)
     weights = {"weight": conv.weight, "bias": conv.bias, "pool": conv.pool, "slots": conv.slots}
     next_conv = replace(next_conv, **weights)
     inputs = next_conv.x.clone()
@@ -78,7 +78,7 @@ def check_layer(
     next_delta = replace(next_delta, **gates, **_split(decoded, next_delta))
     last = layer.delta(next_delta)
 
-    found = []
+    findings = []
     for request, tree in enumerate(trees):
         path = list(tree.path(accept[request]))
         chain = range(-1, len(path))
@@ -97,19 +97,19 @@ def check_layer(
                 node = path[row] if row < len(path) else None
                 channel = f"channel {place}"
                 origin = "rounding of float32 operations along the path"
-                found.append(Finding(part, name, what, request, node, channel, worst, bound, origin))
-    return found
+                findings.append(Finding(part, name, what, request, node, channel, worst, bound, origin))
+    return findings
 
 
 def _split(mixed: torch.Tensor, call: DeltaCall) -> dict[str, torch.Tensor]:
-    """q, k, v from the channels of the convolution."""
+    """Return q, k, v from the channels of the convolution."""
     keys, values = call.q.shape[2] * call.q.shape[3], call.v.shape[2] * call.v.shape[3]
     parts = mixed.split((keys, keys, values), -1)
     return {n: x.reshape(*x.shape[:2], *getattr(call, n).shape[2:]) for n, x in zip("qkv", parts, strict=True)}
 
 
 def _along(call: Call, after: Call, request: int, path: Sequence[int]) -> Call:
-    """One request: the rows of a path, and behind them the decoded token; from the state before."""
+    """Return one request: the rows of a path, and behind them the decoded token; from the state before."""
     rows = ("x",) if isinstance(call, ConvCall) else ("q", "k", "v", "a", "b")
     joined = {
         name: torch.cat([getattr(call, name)[request, path], getattr(after, name)[request]])[None] for name in rows

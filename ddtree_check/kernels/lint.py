@@ -49,7 +49,7 @@ class Problem:
 def lint(
     call: Call, *, nodes: Sequence[int] | None = None, live: Collection[int] = (), padding: Collection[int] = ()
 ) -> list[Problem]:
-    """Every broken convention of a call; it is not made.
+    """Return every broken convention of a call; it is not made.
 
     nodes: how many rows of each request are nodes (default: all); `budget + 1`. live: slots that belong to requests
     which are not in this batch. padding: requests that are padding, beside those with slot -1.
@@ -57,19 +57,19 @@ def lint(
     requests = len(call.slots)
     steps = call.x.shape[1] if hasattr(call, "x") else call.q.shape[1] if hasattr(call, "q") else None
     counts = list(nodes) if nodes is not None else [steps] * requests
-    found = list(_places(call, set(padding), set(live)))
+    problems = list(_places(call, set(padding), set(live)))
     if steps is not None:
-        found += _rows(call, counts, steps)
-        found += _links(call, counts) if isinstance(call, ConvCall) else _parents(call, counts, steps)
+        problems += _rows(call, counts, steps)
+        problems += _links(call, counts) if isinstance(call, ConvCall) else _parents(call, counts, steps)
     if isinstance(call, CommitCall):
         wide = [
             (request, int(node)) for request, node in enumerate(call.nodes) if not -1 <= node < call.buffer.shape[1]
         ]
-        found += [
+        problems += [
             Problem("wide-index", request, None, f"accepted node {node}, expected -1 or 0..{call.buffer.shape[1] - 1}")
             for request, node in wide
         ]
-    return found
+    return problems
 
 
 def _places(call: Call, padding: set[int], live: set[int]) -> Iterator[Problem]:
@@ -98,7 +98,7 @@ def _places(call: Call, padding: set[int], live: set[int]) -> Iterator[Problem]:
 
 
 def _overlaps(buffer: torch.Tensor) -> bool:
-    """True if some dimension's stride is less than what the dimensions inside it span."""
+    """Return whether some dimension's stride is less than what the dimensions inside it span."""
     reach = 1
     for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
         if size > 1 and stride < reach:

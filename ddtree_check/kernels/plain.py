@@ -9,7 +9,7 @@ from .forms import EPSILON, Call, CommitCall, ConvCall, DeltaCall, Mamba2Call
 
 
 def _requests(call: Call) -> list[tuple[int, int, int]]:
-    """(request, slot, row) of those that are no padding."""
+    """Return (request, slot, row) of those that are no padding."""
     places = zip(call.slots.tolist(), call.rows.tolist(), strict=True)
     return [(request, slot, row) for request, (slot, row) in enumerate(places) if slot >= 0]
 
@@ -25,16 +25,16 @@ def conv(call: ConvCall) -> torch.Tensor:
         windows: list[torch.Tensor] = []
         for node, parent in enumerate(parents):
             before = call.pool[slot] if parent < 0 else windows[parent]
-            seen = torch.cat([before, call.x[request, node][:, None]], 1)
-            windows.append(seen[:, 1:])
-            y = (seen.float() * call.weight.float()).sum(1) + (0 if call.bias is None else call.bias.float())
+            window = torch.cat([before, call.x[request, node][:, None]], 1)
+            windows.append(window[:, 1:])
+            y = (window.float() * call.weight.float()).sum(1) + (0 if call.bias is None else call.bias.float())
             out[request, node] = torch.nn.functional.silu(y) if call.silu else y
-            call.buffer[row, node] = seen[:, seen.shape[1] - kept :]
+            call.buffer[row, node] = window[:, window.shape[1] - kept :]
     return out
 
 
 def parents_of(next_token: list[int], next_sibling: list[int]) -> list[int]:
-    """The parent of every row; -1 for row 0, 0 for rows that no link reaches."""
+    """Return the parent of every row; -1 for row 0, 0 for rows that no link reaches."""
     parents = [-1] + [0] * (len(next_token) - 1)
     for node, (child, sibling) in enumerate(zip(next_token, next_sibling, strict=True)):
         if child >= 0:
@@ -47,7 +47,9 @@ def parents_of(next_token: list[int], next_sibling: list[int]) -> list[int]:
 def gdn(call: DeltaCall) -> torch.Tensor:
     out = torch.zeros_like(call.v)
     repeats = call.v.shape[2] // call.q.shape[2]
-    q, k = (_normed(x.float()).repeat_interleave(repeats, 2) for x in (call.q, call.k))
+    q, k = (x.float() for x in (call.q, call.k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + EPSILON).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
     gate = call.a.float() + call.dt_bias
     rate = call.A_log.exp()[:, None] if call.per_channel else call.A_log.exp()
     if call.lower_bound is None:
@@ -84,7 +86,7 @@ def mamba2(call: Mamba2Call) -> torch.Tensor:
 
 
 def _states(call: DeltaCall | Mamba2Call, rows: int):
-    """(request, node, the state it starts from, where to put its own), node by node."""
+    """Yield (request, node, the state it starts from, where to put its own), node by node."""
     for request, slot, row in _requests(call):
         last = call.pool[slot].float()
         for node in range(rows):
@@ -97,10 +99,6 @@ def _states(call: DeltaCall | Mamba2Call, rows: int):
                 call.buffer[row, node] = state
 
             yield request, node, last, put
-
-
-def _normed(x: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().sum(-1, keepdim=True) + EPSILON).sqrt()
 
 
 def commit(call: CommitCall) -> None:

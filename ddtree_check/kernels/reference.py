@@ -32,7 +32,7 @@ SLACK = 1.01
 
 
 def roundoff(dtype: torch.dtype) -> float:
-    """Largest relative error of one rounding to nearest."""
+    """Return the largest relative error of one rounding to nearest."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -52,7 +52,7 @@ class Expected:
 
 
 def expected(call: Call, request: int, sources: Sequence[int]) -> Expected:
-    """The nodes of one request, row i continuing row sources[i] (-1: the committed state)."""
+    """Return the nodes of one request, row i continuing row sources[i] (-1: the committed state)."""
     law = law_of(call)
     initial = law.initial(call, request)
     inputs = law.inputs(call, request, len(sources))
@@ -61,7 +61,7 @@ def expected(call: Call, request: int, sources: Sequence[int]) -> Expected:
 
 
 def one_step(call: Call, request: int, node: int, carry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(state, output) of `node` if it started from each of `carry` [m, 2, ...]: [m, ...] both, as in the call."""
+    """Return (state, output) of `node` from each of `carry` [m, 2, ...]: [m, ...] both, as in the call."""
     law = law_of(call)
     inputs = [x[node].expand(len(carry), *x.shape[1:]) for x in law.inputs(call, request, node + 1)]
     after, out = law.step(call)(carry, *inputs)
@@ -80,7 +80,7 @@ class _Law:
 
     @classmethod
     def initial(cls, call: Call, request: int) -> torch.Tensor:
-        """The committed state, without error; zeros where the request has no slot."""
+        """Return the committed state, without error; zeros where the request has no slot."""
         slot = int(call.slots[request])
         state = call.pool[slot].double().cpu() if slot >= 0 else torch.zeros(call.pool.shape[1:], dtype=torch.float64)
         return torch.stack([state.mT, torch.zeros_like(state.mT)])
@@ -203,11 +203,11 @@ class _Mamba2(_Law):
 
 
 def _softplus(raw: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """softplus(raw + shift), and its bound: log(1 + exp(x)) as kernels write it loses what 1 + exp(x) rounds away."""
+    """Return softplus(raw + shift) and its bound: kernels' log(1 + exp(x)) loses what 1 + exp(x) rounds away."""
     x = raw + shift
-    found = torch.logaddexp(x, torch.zeros_like(x))
+    value = torch.logaddexp(x, torch.zeros_like(x))
     grows = torch.sigmoid(x)  # how much of an error in x or exp(x) arrives
-    return found, U * (1 + FAST_LOG + grows * (2 * x.abs() + FUNCTION) + FUNCTION * found)
+    return value, U * (1 + FAST_LOG + grows * (2 * x.abs() + FUNCTION) + FUNCTION * value)
 
 
 def _log_decay(call: DeltaCall, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,11 +225,11 @@ def _log_decay(call: DeltaCall, a: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _stored(value: torch.Tensor, error: torch.Tensor, unit: float, dtype: torch.dtype) -> torch.Tensor:
-    """[m, 2, ...]: a value as it is stored, and its bound."""
+    """Return [m, 2, ...]: a value as it is stored, and its bound."""
     return torch.stack([value, SLACK * (error + value.abs() * unit + _tiny(dtype))], 1)
 
 
 def _tiny(dtype: torch.dtype) -> float:
-    """What underflow may take: float32 ones may be flushed to zero, stored halves keep their subnormal numbers."""
+    """Return what underflow may take: float32 ones may be flushed to zero, halves keep subnormal numbers."""
     info = torch.finfo(dtype)
     return max(torch.finfo(torch.float32).tiny, info.tiny * info.eps)

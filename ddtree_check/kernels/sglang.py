@@ -39,7 +39,7 @@ NEEDS = "both: make test-kernels puts them into .kernels (PYTHONPATH=.kernels), 
 
 @functools.cache
 def missing() -> str | None:
-    """Why SGLang's kernels cannot be run here, or None."""
+    """Return why SGLang's kernels cannot be run here, or None."""
     absent = [name for name in ("sglang", "triton") if importlib.util.find_spec(name) is None]
     return f"{' and '.join(absent)} not installed; expected {NEEDS}" if absent else None
 
@@ -50,7 +50,7 @@ def version() -> str:
 
 @functools.cache
 def entry(name: str):
-    """One of the functions of `FILES`. Raises UsageError saying what is missing."""
+    """Return one of the functions of `FILES`. Raises UsageError saying what is missing."""
     _prepare()
     tried = []
     for module in FILES[name]:
@@ -72,8 +72,8 @@ def _prepare() -> None:
         raise UsageError("sglang: it was imported before its kernels were asked for; expected a fresh process on a CPU")
     root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
     for name in sorted({parent for files in FILES.values() for file in files for parent in _parents(file)}):
-        _bare(name, root.parent.joinpath(*name.split(".")))
-    _bare("sglang.kernels.ops.memory", root / "kernels" / "ops" / "memory")
+        _stand_in(name, root.parent.joinpath(*name.split(".")))
+    _stand_in("sglang.kernels.ops.memory", root / "kernels" / "ops" / "memory")
     no = lambda *_, **__: False  # noqa: E731
     _stand_in("sglang.kernels.jit", is_arch_support_pdl=no)
     _stand_in("sglang.kernels.jit.utils", is_arch_support_pdl=no)
@@ -91,24 +91,17 @@ def _parents(module: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _bare(name: str, folder: Path) -> None:
-    module = types.ModuleType(name)
-    module.__path__ = [str(folder)]
-    sys.modules[name] = module
-
-
-def _stand_in(name: str, **names) -> None:
-    module = types.ModuleType(name)
-    module.__path__ = []
-    module.__dict__.update(names)
-    sys.modules[name] = module
+def _stand_in(name: str, *folders: Path, **names) -> None:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = list(map(str, folders))
+    vars(module).update(names)
 
 
 # --- the kernels, in the call form ------------------------------------------------------------------------------------
 
 
 def conv(call: ConvCall) -> torch.Tensor:
-    """`causal_conv1d_update`; it overwrites its own slots, which `forms` allows."""
+    """Run `causal_conv1d_update`; it overwrites its own slots, which `forms` allows."""
     out = entry("causal_conv1d_update")(
         call.x.transpose(1, 2),
         call.pool,
@@ -126,7 +119,7 @@ def conv(call: ConvCall) -> torch.Tensor:
 
 
 def gdn(call: DeltaCall) -> torch.Tensor:
-    """`fused_sigmoid_gating_delta_rule_update`, with a decay for each head or, for kda, for each key channel."""
+    """Run `fused_sigmoid_gating_delta_rule_update`, with a decay for each head or, for kda, for each key channel."""
     requests, rows, heads = call.v.shape[:3]
     flat = lambda x: x.reshape(1, requests * rows, *x.shape[2:])  # noqa: E731
     out = entry("fused_sigmoid_gating_delta_rule_update")(
@@ -159,7 +152,7 @@ kda = gdn
 
 
 def mamba2(call: Mamba2Call) -> torch.Tensor:
-    """`selective_state_update`; numbers of a head stand in strides of 0, as SGLang's own layer passes them."""
+    """Run `selective_state_update`; numbers of a head stand in strides of 0, as SGLang's own layer passes them."""
     heads, width, size = call.pool.shape[1:]
     out = torch.empty_like(call.x)
     entry("selective_state_update")(
@@ -190,7 +183,7 @@ class _Claimed(torch.Tensor):
 
 
 def commit(call: CommitCall) -> None:
-    """`fused_mamba_state_scatter_with_mask`, for one layer. 0.5.17 takes row i of the buffer for request i."""
+    """Run `fused_mamba_state_scatter_with_mask` for a layer. 0.5.17 takes row i of the buffer for request i."""
     scatter = entry("fused_mamba_state_scatter_with_mask")
     pool, buffer, rows = call.pool[None], call.buffer[None], (call.rows,)
     if "src_indices_raw" not in inspect.signature(scatter).parameters:

@@ -7,43 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from ..base.errors import Unsupported
 from .wiring import Attention, Conv, Layer, State
 
 Branches = tuple[tuple[Conv | State | Attention, ...], ...]
 
-GATED_DELTA_CALLS = MappingProxyType(
-    {
-        "causal_conv1d_fn": "conv",
-        "causal_conv1d_update": "conv_update",
-        "torch_chunk_gated_delta_rule": "gated_delta",
-        "torch_recurrent_gated_delta_rule": "gated_delta",
-    }
-)
-MAMBA2_CALLS = MappingProxyType(
-    {
-        "causal_conv1d_fn": "conv",
-        "causal_conv1d_update": "conv_update",
-        "mamba2_chunk_scan": "mamba2",
-        "mamba2_selective_state_update": "mamba2_update",
-        "mamba2_split_conv1d_scan_combined": "training_only",
-    }
-)
-ZAMBA_CALLS = MappingProxyType(
-    {
-        "causal_conv1d_fn": "conv",
-        "causal_conv1d_update": "conv_update",
-        "mamba_selective_scan": "mamba1",
-        "mamba_selective_state_update": "mamba1_update",
-    }
-)
-MAMBA1_CALLS = MappingProxyType({**ZAMBA_CALLS, "mamba_inner_fn": "training_only"})
+_CONV = {"causal_conv1d_fn": "conv", "causal_conv1d_update": "conv_update"}
+_GATED_DELTA = {
+    **_CONV,
+    "torch_chunk_gated_delta_rule": "gated_delta",
+    "torch_recurrent_gated_delta_rule": "gated_delta",
+}
+_KDA = {**_CONV, "chunk_kimi_delta_attention": "kda", "recurrent_kimi_delta_attention": "kda"}
+_MAMBA2 = {
+    **_CONV,
+    "mamba2_chunk_scan": "mamba2",
+    "mamba2_selective_state_update": "mamba2_update",
+    "mamba2_split_conv1d_scan_combined": "training_only",
+}
+_ZAMBA = {**_CONV, "mamba_selective_scan": "mamba1", "mamba_selective_state_update": "mamba1_update"}
+_MAMBA1 = {**_ZAMBA, "mamba_inner_fn": "training_only"}
 
 
-def _gated_delta(config) -> Branches:
-    return ((Conv(config.linear_conv_kernel_dim), State("gated_delta")),)
+def _recurrent(kind: str, width: str = "mamba_d_conv") -> Callable[[object], Branches]:
+    return lambda config: ((Conv(getattr(config, width)), State(kind)),)
+
+
+_gated_delta = _recurrent("gated_delta", "linear_conv_kernel_dim")
+_kda = _recurrent("kda", "linear_conv_kernel_dim")
 
 
 def _attention(config) -> Branches:
@@ -63,24 +55,19 @@ def _granite_attention(config) -> Branches:
     return ((Attention(positional=config.position_embedding_type == "rope"),),)
 
 
-def _mamba(kind: str, width: str = "mamba_d_conv") -> Callable[[object], Branches]:
-    return lambda config: ((Conv(getattr(config, width)), State(kind)),)
-
-
 def _falcon_h1(config) -> Branches:
-    """Attention and Mamba-2 side by side on one input."""
+    """Return attention and Mamba-2 side by side on one input."""
     return ((Attention(),), (Conv(config.mamba_d_conv), State("mamba2")))
 
 
 def _zamba(kind: str) -> Callable[[object], Branches]:
-    """A shared attention block whose output is added to the input of the Mamba block behind it."""
-    return lambda config: (
-        (
-            Attention(positional=getattr(config, "use_mem_rope", False)),
-            Conv(config.mamba_d_conv),
-            State(kind),
-        ),
-    )
+    """Return a shared attention block whose output is added to the input of the Mamba block behind it."""
+
+    def branches(config) -> Branches:
+        attention = Attention(positional=getattr(config, "use_mem_rope", False))
+        return ((attention, Conv(config.mamba_d_conv), State(kind)),)
+
+    return branches
 
 
 def _sliding(config) -> Branches:
@@ -91,20 +78,12 @@ def _short_conv(config) -> Branches:
     return ((Conv(config.conv_L_cache),),)
 
 
-def _kda(config) -> Branches:
-    return ((Conv(config.linear_conv_kernel_dim), State("kda")),)
-
-
 def _lightning(config) -> Branches:
     return ((State("lightning"),),)
 
 
-def _rg_lru(config) -> Branches:
-    return ((Conv(config.conv1d_width), State("rg_lru")),)
-
-
 def _qwen4(config) -> Branches:
-    """The delta rule; some layers first add features of the last tokens and convolve them, with gaps."""
+    """Return the delta rule; some layers first add features of the last tokens and convolve them, with gaps."""
     if not config.ple_layer_ids:
         return _gated_delta(config)
     reach = (config.ple_conv_kernel_size - 1) * config.ngram_size + 1
@@ -112,7 +91,7 @@ def _qwen4(config) -> Branches:
 
 
 def _inkling(window: bool) -> Callable[[object], Branches]:
-    """Convolutions on keys and values, behind attention and behind the feed-forward part."""
+    """Return convolutions on keys and values, behind attention and behind the feed-forward part."""
 
     def branches(config) -> Branches:
         conv = Conv(config.conv_kernel_size)
@@ -122,7 +101,7 @@ def _inkling(window: bool) -> Callable[[object], Branches]:
 
 
 def _zaya(window: bool) -> Callable[[object], Branches]:
-    """Queries and keys pass two convolutions; half of each value is the token before's, which is a state."""
+    """Return two convolutions on queries and keys, and half of the value of the token before, a state."""
 
     def branches(config) -> Branches:
         attention = Attention(window=config.sliding_window if window else None)
@@ -135,7 +114,7 @@ def _row_by_row(config) -> Branches:
     return ()
 
 
-OLDER_WORDS = MappingProxyType({"mamba": "linear_attention", "attention": "full_attention"})  # transformers before 5.15
+OLDER_WORDS = {"mamba": "linear_attention", "attention": "full_attention"}  # transformers before 5.15
 
 
 @dataclass(frozen=True)
@@ -171,13 +150,13 @@ class Family:
     examples: tuple[str, ...] = ()
 
     def kinds_of(self, config) -> list[str]:
-        """The type of every layer."""
+        """Return the type of every layer."""
         kinds = getattr(config, self.kinds, None) or ["full_attention"] * config.num_hidden_layers
         return [kind if kind in self.layers else OLDER_WORDS.get(kind, kind) for kind in kinds]
 
     def describe_layers(self, config) -> tuple[Layer, ...]:
-        """The layers of one model. Raises Unsupported naming the first layer that has no row here."""
-        found = []
+        """Return the layers of one model. Raises Unsupported naming the first layer that has no row here."""
+        layers = []
         for index, kind in enumerate(self.kinds_of(config)):
             if kind not in self.layers:
                 raise Unsupported(
@@ -187,191 +166,128 @@ class Family:
             states = [op.kind for branch in branches for op in branch if isinstance(op, State)]
             attends = any(isinstance(op, Attention) for branch in branches for op in branch)
             named = states[0] if states else "attention" if attends else "short_conv" if branches else kind
-            found.append(Layer(named, branches))
-        return tuple(found)
+            layers.append(Layer(named, branches))
+        return tuple(layers)
 
 
-_HYBRID = MappingProxyType({"linear_attention": _gated_delta, "full_attention": _attention})
-_OLMO = MappingProxyType({"linear_attention": _gated_delta, "full_attention": _optional_rotary})
-_PLAIN = MappingProxyType({"full_attention": _attention})
-_PLAIN_SLIDING = MappingProxyType({"full_attention": _attention, "sliding_attention": _sliding})
-_LFM2 = MappingProxyType({"conv": _short_conv, "full_attention": _attention})
-_LFM2_CALLS = MappingProxyType({"causal_conv1d_fn": "conv", "causal_conv1d_update": "conv_update"})
-_KIMI = MappingProxyType({"linear_attention": _kda, "full_attention": _unrotated})
-_GLM5 = MappingProxyType({"linear_attention": _kda, "indexed_attention": _unrotated})
-_KDA_CALLS = MappingProxyType(
-    {**_LFM2_CALLS, "chunk_kimi_delta_attention": "kda", "recurrent_kimi_delta_attention": "kda"}
-)
-_GLM5_AROUND = MappingProxyType(
-    {
-        "model_type": "glm5_next",
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 32,
-            "out_hidden_size": 32,
+_HYBRID = {"linear_attention": _gated_delta, "full_attention": _attention}
+_LFM2 = {"conv": _short_conv, "full_attention": _attention}
+_SLIDING = {"full_attention": _attention, "sliding_attention": _sliding}
+_MAMBA1_ALONE = {"linear_attention": _recurrent("mamba1", "conv_kernel")}
+_BOTH_IN_ONE = {"masks": {"hybrid": "full_attention"}}
+_NO_ATTENTION = {"mask": "none", "cache": "cache_params"}
+
+_ROWS = (
+    Family("qwen3_5_text", "Qwen3.5 / 3.6 / 3.8", _HYBRID, _GATED_DELTA, examples=("Qwen/Qwen3.6-27B",)),
+    Family("qwen3_5_moe_text", "Qwen3.5 / 3.6 MoE", _HYBRID, _GATED_DELTA, examples=("Qwen/Qwen3.5-35B-A3B",)),
+    Family("qwen3_next", "Qwen3-Next", _HYBRID, _GATED_DELTA, examples=("Qwen/Qwen3-Next-80B-A3B-Instruct",)),
+    Family(
+        "olmo_hybrid", "OLMo-Hybrid", _HYBRID | {"full_attention": _optional_rotary}, _GATED_DELTA,
+        examples=("allenai/Olmo-Hybrid-7B",),
+    ),
+    Family(
+        "bamba", "Bamba", {"linear_attention": _recurrent("mamba2"), "full_attention": _attention}, _MAMBA2,
+        examples=("ibm-ai-platform/Bamba-9B-v2",),
+    ),
+    Family(
+        "falcon_h1", "Falcon-H1", {"hybrid": _falcon_h1}, _MAMBA2, **_BOTH_IN_ONE,
+        examples=("tiiuae/Falcon-H1-34B-Instruct",),
+    ),
+    Family(
+        "granitemoehybrid", "Granite 4 hybrid",
+        {"linear_attention": _recurrent("mamba2"), "full_attention": _granite_attention}, _MAMBA2,
+        examples=("ibm-granite/granite-4.0-h-small",),
+    ),
+    Family(
+        "nemotron_h", "Nemotron-H",
+        {
+            "linear_attention": _recurrent("mamba2", "conv_kernel"), "full_attention": _unrotated,
+            "mlp": _row_by_row, "moe": _row_by_row,
+        },
+        _MAMBA2, examples=("nvidia/Nemotron-H-8B-Base-8K",),
+    ),
+    Family(
+        "zamba2", "Zamba2", {"linear_attention": _recurrent("mamba2"), "hybrid": _zamba("mamba2")}, _MAMBA2,
+        **_BOTH_IN_ONE, examples=("Zyphra/Zamba2-7B",),
+    ),
+    Family(
+        "mamba2", "Mamba-2", {"linear_attention": _recurrent("mamba2", "conv_kernel")}, _MAMBA2, **_NO_ATTENTION,
+        examples=("mistralai/Mamba-Codestral-7B-v0.1",),
+    ),
+    Family(
+        "jamba", "Jamba", {"linear_attention": _recurrent("mamba1"), "full_attention": _unrotated}, _MAMBA1,
+        examples=("ai21labs/AI21-Jamba-Mini-1.7",),
+    ),
+    Family(
+        "zamba", "Zamba", {"linear_attention": _recurrent("mamba1"), "hybrid": _zamba("mamba1")}, _ZAMBA,
+        **_BOTH_IN_ONE, examples=("Zyphra/Zamba-7B-v1",),
+    ),
+    Family(
+        "falcon_mamba", "Falcon-Mamba", _MAMBA1_ALONE, _MAMBA1, **_NO_ATTENTION, examples=("tiiuae/falcon-mamba-7b",)
+    ),
+    Family("mamba", "Mamba", _MAMBA1_ALONE, _MAMBA1, **_NO_ATTENTION, examples=("state-spaces/mamba-2.8b-hf",)),
+    Family("lfm2", "LFM2", _LFM2, _CONV, examples=("LiquidAI/LFM2-2.6B",)),
+    Family("lfm2_moe", "LFM2 MoE", _LFM2, _CONV, examples=("LiquidAI/LFM2-8B-A1B",)),
+    Family(
+        "kimi_linear", "Kimi Linear", {"linear_attention": _kda, "full_attention": _unrotated}, _KDA,
+        examples=("moonshotai/Kimi-Linear-48B-A3B-Instruct",),
+    ),
+    Family(
+        "glm5_next_text", "GLM-5-Next", {"linear_attention": _kda, "indexed_attention": _unrotated}, _KDA, mask="rows",
+        selects={"Glm5NextTextIndexer.forward": "path_indexer"},
+        around={"model_type": "glm5_next", "vision_config": {
+            "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32,
             "projection_intermediate_size": 32,
+        }},
+        drawn={"A_log": (-0.2, 0.2), "dt_bias": (-4.0, -2.0)},
+        examples=("zai-org/GLM-5.3-Flash",),
+    ),
+    Family(
+        "qwen4_exp_text", "Qwen4-Exp", {"linear_attention": _qwen4, "indexed_attention": _attention},
+        _GATED_DELTA | {
+            "Qwen4ExpTextNGramEmbedding.forward": "ngram", "Qwen4ExpTextPLELayer._short_conv": "dilated_conv",
         },
-    }
-)
-_QWEN4 = MappingProxyType({"linear_attention": _qwen4, "indexed_attention": _attention})
-_QWEN4_CALLS = MappingProxyType(
-    {
-        **GATED_DELTA_CALLS,
-        "Qwen4ExpTextNGramEmbedding.forward": "ngram",
-        "Qwen4ExpTextPLELayer._short_conv": "dilated_conv",
-    }
-)
-_MINIMAX = MappingProxyType({"linear_attention": _lightning, "full_attention": _sliding})
-_GRIFFIN = MappingProxyType({"recurrent": _rg_lru, "attention": _sliding})
-_INKLING = MappingProxyType({"hybrid": _inkling(False), "hybrid_sliding": _inkling(True)})
-_ZAYA = MappingProxyType({"hybrid": _zaya(False), "hybrid_sliding": _zaya(True)})
-_BAMBA = MappingProxyType({"linear_attention": _mamba("mamba2"), "full_attention": _attention})
-_GRANITE = MappingProxyType({"linear_attention": _mamba("mamba2"), "full_attention": _granite_attention})
-_NEMOTRON = MappingProxyType(
-    {
-        "linear_attention": _mamba("mamba2", "conv_kernel"),
-        "full_attention": _unrotated,
-        "mlp": _row_by_row,
-        "moe": _row_by_row,
-    }
-)
-_ZAMBA2 = MappingProxyType({"linear_attention": _mamba("mamba2"), "hybrid": _zamba("mamba2")})
-_ZAMBA = MappingProxyType({"linear_attention": _mamba("mamba1"), "hybrid": _zamba("mamba1")})
-_JAMBA = MappingProxyType({"linear_attention": _mamba("mamba1"), "full_attention": _unrotated})
-_MAMBA2 = MappingProxyType({"linear_attention": _mamba("mamba2", "conv_kernel")})
-_MAMBA1 = MappingProxyType({"linear_attention": _mamba("mamba1", "conv_kernel")})
-_BOTH_IN_ONE = MappingProxyType({"hybrid": "full_attention"})
-_NO_ATTENTION = MappingProxyType({"mask": "none", "cache": "cache_params"})
+        examples=("Qwen/Qwen4-Exp",),
+    ),
+    Family(
+        "minimax", "MiniMax-Text-01", {"linear_attention": _lightning, "full_attention": _sliding},
+        {"MiniMaxLightningAttention.forward": "lightning"}, keeps="minimax", examples=("MiniMaxAI/MiniMax-Text-01-hf",),
+    ),
+    Family(
+        "recurrent_gemma", "RecurrentGemma", {"recurrent": _recurrent("rg_lru", "conv1d_width"), "attention": _sliding},
+        {"RecurrentGemmaRecurrentBlock.forward": "griffin_block", "RecurrentGemmaRglru._rnn_scan": "rg_lru"},
+        mask="plain", kinds="layers_block_type", keeps="modules", examples=("google/recurrentgemma-2b",),
+    ),
+    Family(
+        "inkling_text", "Inkling", {"hybrid": _inkling(False), "hybrid_sliding": _inkling(True)}, _CONV,
+        selects={"InklingRelativeLogits.forward": "relative_logits"},
+        masks={"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"},
+        examples=("thinkingmachines/Inkling",),
+    ),
+    Family(
+        "zaya", "ZAYA1", {"hybrid": _zaya(False), "hybrid_sliding": _zaya(True)},
+        {"ZayaCCAProjection.forward": "delayed_value"}, examples=("Zyphra/ZAYA1-8B",),
+    ),
+    Family("llama", "Llama (attention only: the negative control)", {"full_attention": _attention}, mask="plain"),
+    Family("qwen3", "Qwen3 (attention only: the negative control)", _SLIDING),
+    Family(
+        "mistral", "Mistral (sliding attention only: the negative control)", {"full_attention": _sliding}, mask="plain"
+    ),
+    Family("gemma3_text", "Gemma 3 (sliding attention: the negative control)", _SLIDING),
+)  # fmt: skip
+FAMILIES = {family.model_type: family for family in _ROWS}
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family("qwen3_5_text", "Qwen3.5 / 3.6 / 3.8", _HYBRID, GATED_DELTA_CALLS, examples=("Qwen/Qwen3.6-27B",)),
-        Family("qwen3_5_moe_text", "Qwen3.5 / 3.6 MoE", _HYBRID, GATED_DELTA_CALLS, examples=("Qwen/Qwen3.5-35B-A3B",)),
-        Family("qwen3_next", "Qwen3-Next", _HYBRID, GATED_DELTA_CALLS, examples=("Qwen/Qwen3-Next-80B-A3B-Instruct",)),
-        Family("olmo_hybrid", "OLMo-Hybrid", _OLMO, GATED_DELTA_CALLS, examples=("allenai/Olmo-Hybrid-7B",)),
-        Family("bamba", "Bamba", _BAMBA, MAMBA2_CALLS, examples=("ibm-ai-platform/Bamba-9B-v2",)),
-        Family(
-            "falcon_h1",
-            "Falcon-H1",
-            MappingProxyType({"hybrid": _falcon_h1}),
-            MAMBA2_CALLS,
-            masks=_BOTH_IN_ONE,
-            examples=("tiiuae/Falcon-H1-34B-Instruct",),
-        ),
-        Family(
-            "granitemoehybrid",
-            "Granite 4 hybrid",
-            _GRANITE,
-            MAMBA2_CALLS,
-            examples=("ibm-granite/granite-4.0-h-small",),
-        ),
-        Family("nemotron_h", "Nemotron-H", _NEMOTRON, MAMBA2_CALLS, examples=("nvidia/Nemotron-H-8B-Base-8K",)),
-        Family("zamba2", "Zamba2", _ZAMBA2, MAMBA2_CALLS, masks=_BOTH_IN_ONE, examples=("Zyphra/Zamba2-7B",)),
-        Family(
-            "mamba2", "Mamba-2", _MAMBA2, MAMBA2_CALLS, **_NO_ATTENTION, examples=("mistralai/Mamba-Codestral-7B-v0.1",)
-        ),
-        Family("jamba", "Jamba", _JAMBA, MAMBA1_CALLS, examples=("ai21labs/AI21-Jamba-Mini-1.7",)),
-        Family("zamba", "Zamba", _ZAMBA, ZAMBA_CALLS, masks=_BOTH_IN_ONE, examples=("Zyphra/Zamba-7B-v1",)),
-        Family(
-            "falcon_mamba", "Falcon-Mamba", _MAMBA1, MAMBA1_CALLS, **_NO_ATTENTION, examples=("tiiuae/falcon-mamba-7b",)
-        ),
-        Family("mamba", "Mamba", _MAMBA1, MAMBA1_CALLS, **_NO_ATTENTION, examples=("state-spaces/mamba-2.8b-hf",)),
-        Family("lfm2", "LFM2", _LFM2, _LFM2_CALLS, examples=("LiquidAI/LFM2-2.6B",)),
-        Family("lfm2_moe", "LFM2 MoE", _LFM2, _LFM2_CALLS, examples=("LiquidAI/LFM2-8B-A1B",)),
-        Family("kimi_linear", "Kimi Linear", _KIMI, _KDA_CALLS, examples=("moonshotai/Kimi-Linear-48B-A3B-Instruct",)),
-        Family(
-            "glm5_next_text",
-            "GLM-5-Next",
-            _GLM5,
-            _KDA_CALLS,
-            mask="rows",
-            selects=MappingProxyType({"Glm5NextTextIndexer.forward": "path_indexer"}),
-            around=_GLM5_AROUND,
-            drawn=MappingProxyType({"A_log": (-0.2, 0.2), "dt_bias": (-4.0, -2.0)}),
-            examples=("zai-org/GLM-5.3-Flash",),
-        ),
-        Family("qwen4_exp_text", "Qwen4-Exp", _QWEN4, _QWEN4_CALLS, examples=("Qwen/Qwen4-Exp",)),
-        Family(
-            "minimax",
-            "MiniMax-Text-01",
-            _MINIMAX,
-            MappingProxyType({"MiniMaxLightningAttention.forward": "lightning"}),
-            keeps="minimax",
-            examples=("MiniMaxAI/MiniMax-Text-01-hf",),
-        ),
-        Family(
-            "recurrent_gemma",
-            "RecurrentGemma",
-            _GRIFFIN,
-            MappingProxyType(
-                {
-                    "RecurrentGemmaRecurrentBlock.forward": "griffin_block",
-                    "RecurrentGemmaRglru._rnn_scan": "rg_lru",
-                }
-            ),
-            mask="plain",
-            kinds="layers_block_type",
-            keeps="modules",
-            examples=("google/recurrentgemma-2b",),
-        ),
-        Family(
-            "inkling_text",
-            "Inkling",
-            _INKLING,
-            _LFM2_CALLS,
-            selects=MappingProxyType({"InklingRelativeLogits.forward": "relative_logits"}),
-            masks=MappingProxyType({"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}),
-            examples=("thinkingmachines/Inkling",),
-        ),
-        Family(
-            "zaya",
-            "ZAYA1",
-            _ZAYA,
-            MappingProxyType({"ZayaCCAProjection.forward": "delayed_value"}),
-            examples=("Zyphra/ZAYA1-8B",),
-        ),
-        Family("llama", "Llama (attention only: the negative control)", _PLAIN, mask="plain"),
-        Family("qwen3", "Qwen3 (attention only: the negative control)", _PLAIN_SLIDING),
-        Family(
-            "mistral",
-            "Mistral (sliding attention only: the negative control)",
-            MappingProxyType({"full_attention": _sliding}),
-            mask="plain",
-        ),
-        Family("gemma3_text", "Gemma 3 (sliding attention: the negative control)", _PLAIN_SLIDING),
-    )
-}
-
-_QWEN3_6_27B = MappingProxyType(
-    {
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 64,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "vocab_size": 248320,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000_000,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10],
-            "mrope_interleaved": True,
-        },
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-)
+_QWEN3_6_27B = {
+    "model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408,
+    "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "vocab_size": 248320, "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -406,7 +322,7 @@ UNSUPPORTED = {  # recurrent text models of transformers that have no row, and w
 
 
 def find_family(model_type: str) -> Family:
-    """The row of a model type. Raises Unsupported with the supported ones."""
+    """Return the row of a model type. Raises Unsupported with the supported ones."""
     if model_type in UNSUPPORTED:
         raise Unsupported(f"model type {model_type!r} cannot be forked: {UNSUPPORTED[model_type]}")
     if model_type not in FAMILIES:

@@ -7,8 +7,8 @@ and `contaminated` follows them layer by layer to the set of nodes that cannot c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,19 +18,15 @@ from ..tree.draft_tree import DraftTree
 BLANK = -(2**31)  # a state or window slot that is read as zeros: what a dropped state looks like
 
 
-def _flat_links(tree: DraftTree) -> tuple[int, ...]:
-    return tuple(range(-1, len(tree) - 1))
-
-
 RULES: dict[str, dict[str, Callable[[DraftTree], object]]] = {
-    "state": {"tree": lambda tree: tree.parents, "flat": _flat_links},
-    "conv": {"tree": lambda tree: tree.parents, "flat": _flat_links},
+    "state": {"tree": lambda tree: tree.parents, "flat": lambda tree: tuple(range(-1, tree.n - 1))},
+    "conv": {"tree": lambda tree: tree.parents, "flat": lambda tree: tuple(range(-1, tree.n - 1))},
     "mask": {
         "tree": lambda tree: tree.ancestor_mask,
-        "flat": lambda tree: np.tril(np.ones((len(tree), len(tree)), dtype=bool)),
+        "flat": lambda tree: np.tril(np.ones((tree.n, tree.n), dtype=bool)),
     },
-    "positions": {"tree": lambda tree: tree.depth, "flat": lambda tree: tuple(range(len(tree)))},
-    "commit": {"tree": lambda tree: tuple(range(len(tree))), "flat": lambda tree: tree.depth},
+    "positions": {"tree": lambda tree: tree.depth, "flat": lambda tree: tuple(range(tree.n))},
+    "commit": {"tree": lambda tree: tuple(range(tree.n)), "flat": lambda tree: tree.depth},
 }
 
 
@@ -62,7 +58,7 @@ class Wiring:
 
     @classmethod
     def parse(cls, text: str) -> Wiring:
-        """Reads 'state=flat,conv=flat'; channels not named keep the tree's rule."""
+        """Read 'state=flat,conv=flat'; channels not named keep the tree's rule."""
         channels = {}
         for part in text.split(","):
             channel, equals, rule = (piece.strip() for piece in part.partition("="))
@@ -80,12 +76,6 @@ class Wiring:
             resolved[channel] = (rule if callable(rule) else rules[rule])(tree)
         return Plan(tree=tree, **resolved)
 
-    def to_json(self) -> dict:
-        return {
-            field.name: value if not callable(value := getattr(self, field.name)) else value.__name__
-            for field in fields(self)
-        }
-
 
 FORKED = Wiring("tree_forked")
 UNFORKED = Wiring("tree_unforked", state="flat", conv="flat")  # the defect we look for, kept as a negative control
@@ -100,7 +90,7 @@ def wirings(control: Wiring = UNFORKED) -> dict[str, Wiring | None]:
 
 
 def with_edge(tree: DraftTree, channel: str, node: int, source: int):
-    """What each node of the right wiring reads in a channel, but for one node, which reads `source`; of the mask, but
+    """Return what each node of the right wiring reads in a channel, but for one, which reads `source`; of the mask, but
     for one bit."""
     right = getattr(FORKED.plan(tree), channel)
     if channel != "mask":
@@ -112,7 +102,11 @@ def with_edge(tree: DraftTree, channel: str, node: int, source: int):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A Wiring on one tree: what every node reads. Links are checked: a row may only read earlier rows."""
+    """A Wiring on one tree: what every node reads. Links are checked: a row may only read earlier rows.
+
+    windows(width): int [n, width], read-only: the rows under a causal convolution at each node, oldest first, the node
+    last. -m is the m-th last committed input (-1 the last); BLANK is zeros.
+    """
 
     tree: DraftTree
     state: tuple[int, ...]
@@ -130,46 +124,42 @@ class Plan:
                     raise ValueError(
                         f"wiring: {channel} of node {node} reads node {source}, expected an earlier row or -1"
                     )
-
-    def windows(self, width: int) -> np.ndarray:
-        """int [n, width], read-only: the rows under a causal convolution at each node, oldest first, the node last.
-
-        -m is the m-th last committed input (-1 the last); BLANK is zeros.
-        """
-        if width not in self._windows:
-            found = np.empty((len(self.conv), width), dtype=np.int64)
-            for node in range(len(self.conv)):
-                row = node
-                for slot in range(width - 1, -1, -1):
-                    found[node, slot] = row
-                    row = self.conv[row] if row >= 0 else (row - 1 if row != BLANK else BLANK)
-            found.setflags(write=False)
-            self._windows[width] = found
-        return self._windows[width]
-
-    @cached_property
-    def _windows(self) -> dict[int, np.ndarray]:
-        return {}
+        object.__setattr__(self, "windows", partial(_windows, self.conv))
 
     @cached_property
     def skip_rows(self) -> frozenset[int]:
-        """Nodes that read something else than their own parent, in any channel."""
+        """Return the nodes that read something else than their own parent, in any channel."""
         right = FORKED.plan(self.tree)
         return frozenset(
             node
-            for node in range(len(self.tree))
+            for node in range(self.tree.n)
             if self.state[node] != right.state[node]
             or self.conv[node] != right.conv[node]
             or self.positions[node] != right.positions[node]
             or not np.array_equal(self.mask[node], right.mask[node])
         )
 
-    def rows_since_skip(self, node: int) -> int | None:
-        """Path steps from `node` up to the last node that read wrong; None if there is none on its path."""
-        for steps, ancestor in enumerate(reversed(self.tree.path(node))):
-            if ancestor in self.skip_rows:
-                return steps
-        return None
+    @cached_property
+    def rows_since_skip(self) -> tuple[int | None, ...]:
+        """Return, per node, the path steps up to the last node that read wrong; None if there is none on its path."""
+        steps: list[int | None] = []
+        for node, parent in enumerate(self.tree.parents):
+            before = steps[parent] if node else None
+            steps.append(0 if node in self.skip_rows else None if before is None else before + 1)
+        return tuple(steps)
+
+
+@lru_cache(maxsize=64)
+def _windows(conv: tuple[int, ...], width: int) -> np.ndarray:
+    """Return `Plan.windows`, kept for the layers of a pass and for chains of one length."""
+    windows = np.empty((len(conv), width), dtype=np.int64)
+    for node in range(len(conv)):
+        row = node
+        for slot in range(width - 1, -1, -1):
+            windows[node, slot] = row
+            row = conv[row] if row >= 0 else (row - 1 if row != BLANK else BLANK)
+    windows.setflags(write=False)
+    return windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +177,7 @@ class Plans:
         return tuple(plan.state for plan in self.requests)
 
     def windows(self, width: int) -> np.ndarray:
-        """int [b, n, width], as `Plan.windows`."""
+        """Return int [b, n, width], as `Plan.windows`."""
         return np.stack([plan.windows(width) for plan in self.requests])
 
 
@@ -218,12 +208,12 @@ class Layer(NamedTuple):
 
 
 def reads(layers: Sequence[Layer], *kinds: type) -> bool:
-    """Whether any layer reads across rows in one of these ways, such as `Conv, State`: the recurrent ones."""
+    """Return whether any layer reads across rows in one of these ways, such as `Conv, State`: the recurrent ones."""
     return any(isinstance(op, kinds) for layer in layers for branch in layer.branches for op in branch)
 
 
 def contaminated(plan: Plan, layers: Sequence[Layer]) -> frozenset[int]:
-    """Nodes whose output must differ from the right one, in exact arithmetic and barring coincidences.
+    """Return the nodes whose output must differ from the right one, in exact arithmetic and barring coincidences.
 
     A data flow over the layers. Per branch, start from the nodes whose input is dirty; then
       conv       dirty if a row under its window is not the right one, or is dirty
@@ -231,18 +221,17 @@ def contaminated(plan: Plan, layers: Sequence[Layer]) -> frozenset[int]:
       attention  dirty if it sees other rows than its ancestors, or a dirty one, or one at a wrong position
     and the branches add up. For flat states or windows it reduces to the leak law: node i is clean iff depth(i) == i.
     """
-    tree, n = plan.tree, len(plan.tree)
-    right = FORKED.plan(tree)
-    dirty = np.zeros(n, dtype=bool)
+    right = FORKED.plan(plan.tree)
+    dirty = np.zeros(plan.tree.n, dtype=bool)
     wrong_position = np.array(plan.positions) != np.array(right.positions)
     for layer in layers:
-        found = dirty.copy()
+        reached = dirty.copy()
         for branch in layer.branches:
             local = dirty.copy()
             for op in branch:
                 local = _spread(op, local, plan, right, wrong_position)
-            found |= local
-        dirty = found
+            reached |= local
+        dirty = reached
     return frozenset(np.flatnonzero(dirty).tolist())
 
 
@@ -258,12 +247,12 @@ def _spread(op: Conv | State | Attention, dirty: np.ndarray, plan: Plan, right: 
                 state[node] |= source != right.state[node] or (source >= 0 and state[source])
             return state
         case Attention(window, positional):
-            seen, should = plan.mask, right.mask
+            view, should = plan.mask, right.mask
             if window is not None:
-                seen, should = (mask & _within(p.positions, window) for mask, p in ((seen, plan), (should, right)))
-            out = (seen != should).any(1) | (seen & dirty).any(1) | dirty
+                view, should = (mask & _within(p.positions, window) for mask, p in ((view, plan), (should, right)))
+            out = (view != should).any(1) | (view & dirty).any(1) | dirty
             if positional:
-                out |= (seen & wrong_position).any(1) | wrong_position
+                out |= (view & wrong_position).any(1) | wrong_position
             return out
     raise TypeError(f"contaminated: {op!r} is none of Conv, State, Attention")
 
@@ -278,7 +267,7 @@ def reached(plan: Plan, layers: Sequence[Layer]) -> np.ndarray:
 
     A data flow as `contaminated`, of tokens: what a channel lacks, or a wrong position, brings no token along.
     """
-    tokens = np.eye(len(plan.tree), dtype=bool)
+    tokens = np.eye(plan.tree.n, dtype=bool)
     for layer in layers:
         out = tokens.copy()
         for branch in layer.branches:
@@ -302,6 +291,6 @@ def _gathered(op: Conv | State | Attention, tokens: np.ndarray, plan: Plan) -> n
                     state[node] |= state[source]
             return state
         case Attention(window):
-            seen = plan.mask if window is None else plan.mask & _within(plan.positions, window)
-            return tokens | (seen[:, :, None] & tokens).any(1)
+            view = plan.mask if window is None else plan.mask & _within(plan.positions, window)
+            return tokens | (view[:, :, None] & tokens).any(1)
     raise TypeError(f"reached: {op!r} is none of Conv, State, Attention")

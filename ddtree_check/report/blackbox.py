@@ -53,19 +53,12 @@ def _worst(record: dict) -> Table | str:
     if not found:
         return "No token is beyond the band."
     found.sort(key=lambda entry: (entry[3]["verdict"] != "flip", -entry[3]["regret"], -size(entry[3]["delta"])))
-    rows = [
-        (
-            plain(name),
-            run,
-            at,
-            p["verdict"],
-            "-" if p["delta"] is None else number(p["delta"]),
-            ("at least " if p["cut"] else "") + number(p["regret"]),
-            "-" if p["margin"] is None else number(p["margin"]),
-            f"{_token(p['chosen'])} → {'end of text' if p['token'] is None else _token(p['token'])}",
-        )
-        for name, run, at, p in found[:MOST]
-    ]
+    rows = []
+    for name, run, at, p in found[:MOST]:
+        delta, margin = ("-" if p[key] is None else number(p[key]) for key in ("delta", "margin"))
+        regret = ("at least " if p["cut"] else "") + number(p["regret"])
+        change = f"{_token(p['chosen'])} → {'end of text' if p['token'] is None else _token(p['token'])}"
+        rows.append((plain(name), run, at, p["verdict"], delta, regret, margin, change))
     headers = ("prompt", "run", "token", "verdict", "|Δ|", "regret", "margin", "reference → server")
     return Table(f"Worst of {counted(len(found), 'token')} beyond the band", headers, rows, spare=("margin",))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..judge.figures import Column, Look, value
+from ..judge.figures import Column, Look, values
 from .text import number, token_text
 
 CONTROL = "tree_unforked"
@@ -81,15 +81,17 @@ def looks(view: str, table: Sequence[Column], mode: str = "") -> list[Look]:
 
 def cells(view: str, table: Sequence[Column], entry: Mapping, place: Place) -> list:
     """Return the cells of a view. entry: what the record holds under the names of the table."""
-    row = []
-    for column in table:
-        if view in column.views:
-            recorded = value(entry, column.name, NONE) if column.name else None
-            row.append(NONE if recorded == NONE else FORMATS[column.views[view].format](recorded, place))
-    return row
+    columns = [column for column in table if view in column.views]
+    recorded = values(entry, [column.name for column in columns], NONE)
+    return [
+        NONE if figure == NONE else FORMATS[column.views[view].format](figure, place)
+        for column, figure in zip(columns, recorded, strict=True)
+    ]
 
 
-def phrases(view: str, table: Sequence[Column], entry: Mapping, place: Place) -> list[str]:
+def phrases(view: str, table: Sequence[Column], entry: Mapping, place: Place, between: str = " ") -> list[str]:
     """Return the cells of a view, each after its header."""
     row = cells(view, table, entry, place)
-    return [f"{look.header} {cell}".strip() for look, cell in zip(looks(view, table), row, strict=True)]
+    return [
+        between.join(filter(None, [look.header, str(cell)])) for look, cell in zip(looks(view, table), row, strict=True)
+    ]

@@ -10,7 +10,7 @@ LINES = {False: ("├─ ", "└─ ", "│  ", "   "), True: ("|- ", "`- ", "| 
 
 
 def children_of(nodes: Sequence[dict]) -> list[list[int]]:
-    """The nodes that continue each node of a record's case."""
+    """Return the nodes that continue each node of a record's case."""
     children: list[list[int]] = [[] for _ in nodes]
     for node in nodes[1:]:
         children[node["parent"]].append(node["node"])
@@ -18,7 +18,7 @@ def children_of(nodes: Sequence[dict]) -> list[list[int]]:
 
 
 def draw_tree(case: dict, mode: str = "tree_unforked", tokens: dict[str, str] | None = None, ascii_only: bool = False):
-    """The tree of a record's case. Each node has its id, its token and its verdicts forked / unforked; `*` marks the
+    """Draw the tree of a record's case. Each node has its id, its token and its verdicts; `*` marks the
     path that ar accepts and `+` the one that `mode` accepts.
 
     Raises ValueError for a mode that the case does not have.

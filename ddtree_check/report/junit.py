@@ -14,7 +14,7 @@ BROKEN = ("fail", "drift")
 
 
 def render(night: dict) -> str:
-    """The XML. `night` is what gate.json holds."""
+    """Return the XML. `night` is what gate.json holds."""
     root = ElementTree.Element("testsuites", name=plain(night["gate"]))
     total = dict.fromkeys(("tests", "failures", "errors"), 0)
     for cell in night["cells"]:
@@ -58,7 +58,7 @@ _HEAD = '<?xml version="1.0" encoding="UTF-8"?>\n'
 
 
 def _test(suite: ElementTree.Element, cell: dict, name: str, seconds: float, kind: str | None, words: str) -> None:
-    """One test of a suite; kind: failure, error, or None for one that passed."""
+    """Add a test to a suite; kind: failure, error, or None for one that passed."""
     place = {"classname": plain(cell["name"]), "name": plain(name), "time": f"{seconds:.3f}"}
     test = ElementTree.SubElement(suite, "testcase", place)
     if kind:

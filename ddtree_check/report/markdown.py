@@ -36,6 +36,6 @@ def _inert(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Prose without marks that Markdown would obey."""
+    """Return prose without marks that Markdown would obey."""
     marked = "".join(f"\\{letter}" if letter in "\\`*_<>[]|" else letter for letter in text)
     return marked.replace("://", ":\\//")  # GitHub makes a link of a bare address

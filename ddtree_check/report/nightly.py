@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from ..base.words import counted
+from ..judge.figures import METRICS, NIGHT
 from .layout import Table
 from .markdown import escaped, table
 from .text import number, plain
 
 LAST = 7  # nights whose verdicts stand in a row
-FIGURES = (  # metrics that a table has room for
-    ("tree_forked.max_abs", "forked |Δ|"),
-    ("exact.certified", "certified"),
-    ("unforked.near_moved", "near moved"),
-    ("tree_forked.accepted", "accepted"),
-)
+TRENDS = {  # metric -> header
+    column.name.format("tree_forked"): column.views[NIGHT].header for column in METRICS if NIGHT in column.views
+}
 
 
 def render(night: dict) -> str:
-    """The whole page. `night` is what gate.json holds."""
+    """Return the whole page. `night` is what gate.json holds."""
     parts = [f"# {escaped(night['line'])}"]
     where = [
         f"{key} {night['environment'][key]}"
@@ -30,7 +28,10 @@ def render(night: dict) -> str:
     )
     bad = [cell for cell in night["cells"] if cell["verdict"] != "pass"]
     if bad:
-        rows = [(plain(cell["name"]), cell["verdict"], _why(cell), plain(cell["command"])) for cell in bad]
+        rows = [
+            (plain(cell["name"]), cell["verdict"], "; ".join(whys(cell)) or "see the record", plain(cell["command"]))
+            for cell in bad
+        ]
         parts.append(table(Table("What is not green", ("case", "verdict", "why", "again"), rows)))
     parts += [escaped(plain(note)) for note in night["notes"] if not note.startswith("drift: ")]  # they stand above
     rows = [
@@ -39,27 +40,28 @@ def render(night: dict) -> str:
             cell["verdict"],
             " ".join([*cell["nights"][-LAST:], cell["verdict"]]),
             f"{cell['seconds']:.1f}",
-            *(trend_text(cell["metrics"].get(name)) for name, _ in FIGURES),
+            *(trend_text(cell["metrics"].get(name)) for name in TRENDS),
         )
         for cell in night["cells"]
     ]
-    headers = ("case", "verdict", "last nights", "seconds", *(title for _, title in FIGURES))
+    headers = ("case", "verdict", "last nights", "seconds", *TRENDS.values())
     parts.append(table(Table("Cases (a figure: now, and the median of the earlier nights)", headers, rows)))
     return "\n\n".join(parts)
 
 
-def _why(cell: dict) -> str:
-    words = [cell["reason"]] if cell["reason"] else []
-    return plain("; ".join([*words, *map(drift_text, cell["drifts"]), *where_texts(cell)]) or "see the record")
+def whys(cell: dict) -> list[str]:
+    """Return what is wrong with a cell: its reason, its drifts, and where its faults enter."""
+    reasons = [cell["reason"]] if cell["reason"] else []
+    return [plain(text) for text in (*reasons, *map(drift_text, cell["drifts"]), *where_texts(cell))]
 
 
 def where_texts(cell: dict) -> list[str]:
-    """Where the faults enter that were looked into, in the modes that decide."""
+    """Return where the faults enter that were looked into, in the modes that decide."""
     return [line for case in cell["cases"] for line in case["where"]]
 
 
 def drift_text(drift: dict) -> str:
-    """'tree_forked.max_abs 0.5, frozen at most 0.0001'."""
+    """Return 'tree_forked.max_abs 0.5, frozen at most 0.0001'."""
     low, high = drift["low"], drift["high"]
     if low is None or high is None:
         bounds = f"at most {number(high)}" if low is None else f"at least {number(low)}"
@@ -70,7 +72,7 @@ def drift_text(drift: dict) -> str:
 
 
 def trend_text(metric: dict | None) -> str:
-    """'1.2e-05 (1.1e-05)', with 'new high' or 'new low' where it left the range of the earlier nights."""
+    """Return '1.2e-05 (1.1e-05)', with 'new high' or 'new low' where it left the range of the earlier nights."""
     if metric is None:
         return "-"
     text = number(metric["value"])

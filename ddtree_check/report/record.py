@@ -20,6 +20,12 @@ ROUNDS = "ddtree-check/rounds/1"  # what generate writes
 SERVER = "ddtree-check/server/1"  # what server writes
 SWEEP = "ddtree-check/sweep/1"  # what sweep writes
 SELFTEST = "ddtree-check/selftest/1"  # what selftest writes
+KINDS = {  # schema -> the command that writes it, and what is needed of it
+    READABLE[0]: ("compare", "record"),
+    ROUNDS: ("generate", "rounds"),
+    SERVER: ("server", "server"),
+    SWEEP: ("sweep", "sweep"),
+}
 NEEDED = {  # keys that the views rely on
     "record": {
         "environment": dict,
@@ -43,13 +49,13 @@ NEEDED = {  # keys that the views rely on
 
 
 def write_record(path: str | Path, record: dict) -> None:
-    """Writes the record as JSON, whole or not at all. Raises UsageError if the file cannot be written."""
+    """Write the record as JSON, whole or not at all. Raises UsageError if the file cannot be written."""
     with usage_errors():
         write_text(path, json.dumps(record, allow_nan=False) + "\n")
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises UsageError, before a long run, if `write_record` could not write there."""
+    """Raise UsageError, before a long run, if `write_record` could not write there."""
     with usage_errors():
         files.check_writable(path)
 
@@ -76,25 +82,20 @@ def viewing(path: str | Path) -> Iterator[None]:
 
 
 def _check(record: object, path: str, rounds: bool) -> None:
-    if not isinstance(record, dict) or not isinstance(record.get("schema"), str):
-        found = record.get("schema") if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"{path}: schema {found!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")
-    if record["schema"] == ROUNDS:
-        if not rounds:
-            raise ValueError(f"{path}: a record of generate, which has no cases; show it whole or by --prompt")
-        _needs(record, "rounds", path)
+    schema = record.get("schema") if isinstance(record, dict) else type(record).__name__
+    verb, kind = KINDS.get(schema, (None, None)) if isinstance(schema, str) else (None, None)
+    if kind is None or not isinstance(record, dict):
+        raise ValueError(f"{path}: schema {schema!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")
+    if kind != "record" and not rounds:
+        by = " or by --prompt" if kind == "rounds" else ""
+        raise ValueError(f"{path}: a record of {verb}, which has no cases; show it whole{by}")
+    _needs(record, kind, path)
+    if kind == "rounds":
         _needs(record["rounds"], "found", f"{path}: rounds")
         for index, prompt in enumerate(record["rounds"]["prompts"]):
             _needs(prompt, "prompt", f"{path}: rounds.prompts[{index}]")
+    if kind != "record":
         return
-    if whole := {SERVER: "server", SWEEP: "sweep"}.get(record["schema"]):
-        if not rounds:
-            raise ValueError(f"{path}: a record of {whole}, which has no cases; show it whole")
-        _needs(record, whole, path)
-        return
-    if record["schema"] not in READABLE:
-        raise ValueError(f"{path}: schema {record['schema']!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")
-    _needs(record, "record", path)
     for index, case in enumerate(record["cases"]):
         _needs(case, "case", f"{path}: cases[{index}]")
         for place, node in enumerate(case["nodes"]):
@@ -107,7 +108,7 @@ def _check(record: object, path: str, rounds: bool) -> None:
 
 
 def _same_nodes(nodes: list[dict], tree: DraftTree) -> None:
-    """Raises ValueError for nodes that are not the tree's, each in its place."""
+    """Raise ValueError for nodes that are not the tree's, each in its place."""
     if len(nodes) != len(tree):
         raise ValueError(f"got {counted(len(nodes), 'node')}, its tree has {len(tree)}")
     for place, node in enumerate(nodes):
@@ -117,7 +118,7 @@ def _same_nodes(nodes: list[dict], tree: DraftTree) -> None:
 
 
 def _follows(record: dict, where: str) -> None:
-    """Refuses a pass that the record's own cases do not bear out, as one that somebody edited."""
+    """Refuse a pass that the record's own cases do not bear out, as one that somebody edited."""
     if record["exit_code"] != PASS:
         return
     required = record["settings"].get("require", ())

@@ -20,7 +20,7 @@ def blocks(record: dict) -> list[Table | str]:
 
 
 def find_prompt(rounds: dict, name: str) -> dict:
-    """A prompt's rounds by its id. Raises ValueError listing what there is."""
+    """Return a prompt's rounds by its id. Raises ValueError listing what there is."""
     known = {prompt["id"]: prompt for prompt in rounds["prompts"]}
     if name not in known:
         raise ValueError(f"prompt: got {name!r:.60}, expected one of {', '.join(map(plain, known))}")
@@ -28,7 +28,7 @@ def find_prompt(rounds: dict, name: str) -> dict:
 
 
 def find_round(prompt: dict, place: int) -> dict[str, dict]:
-    """One round in each mode that came so far. Raises ValueError if none did."""
+    """Return one round in each mode that came so far. Raises ValueError if none did."""
     found = {mode: run["rounds"][place] for mode, run in prompt["modes"].items() if 0 <= place < len(run["rounds"])}
     if not found:
         most = max(len(run["rounds"]) for run in prompt["modes"].values())
@@ -37,7 +37,7 @@ def find_round(prompt: dict, place: int) -> dict[str, dict]:
 
 
 def prompt_blocks(prompt: dict) -> list[Table | str]:
-    """Every round of one prompt under every mode."""
+    """Return every round of one prompt under every mode."""
     headers = ("round", "token", "drafted", "accepted", "ar accepts", "emitted", "off", "node", "margin", "|Δ|")
     blocks: list[Table | str] = []
     for mode, run in prompt["modes"].items():
@@ -60,7 +60,7 @@ def prompt_blocks(prompt: dict) -> list[Table | str]:
 
 
 def round_blocks(prompt: dict, place: int, tokens: dict[str, str]) -> list[Table | str]:
-    """One round under every mode: its tree, what was accepted, and what plain decoding would have accepted of it."""
+    """Return one round under every mode: its tree, what was accepted, and what plain decoding would accept of it."""
     blocks: list[Table | str] = []
     for mode, found in find_round(prompt, place).items():
         tree, parted = found["tree"], found["parted"]

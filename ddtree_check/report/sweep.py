@@ -39,26 +39,27 @@ def blocks(record: dict) -> list[Table | str]:
 
 
 def _cells(row: dict) -> tuple:
+    budget = "linear" if row["budget"] is None else row["budget"]
+    accepted = "withheld" if row["accepted"] is None else f"{row['accepted']:.2f}"
     figures = [f"{row[name]:.2f}" for name in ("seems", "ar_accepted", "wrong_accept", "wrong_reject")]
+    shares = f"{row['wrong_tokens'] / (row['seems'] + 1):.0%}", f"{row['contaminated']:.0%}"
+    cost = "-" if row["rows_per_accepted"] is None else f"{row['rows_per_accepted']:.1f}"
+    counts = row["mode"], row["rounds"], row["off"], f"{row['agreement']:.0%}"
     return (
         row["block"],
-        "linear" if row["budget"] is None else row["budget"],
-        row["mode"],
-        row["rounds"],
-        row["off"],
-        f"{row['agreement']:.0%}",
-        "withheld" if row["accepted"] is None else f"{row['accepted']:.2f}",
+        budget,
+        *counts,
+        accepted,
         *figures,
-        f"{row['wrong_tokens'] / (row['seems'] + 1):.0%}",
-        f"{row['contaminated']:.0%}",
+        *shares,
         f"{row['rows']:.1f}",
-        "-" if row["rows_per_accepted"] is None else f"{row['rows_per_accepted']:.1f}",
+        cost,
         number(row["pass_ms"]),
     )
 
 
 def says(found: dict) -> list[str]:
-    """The two answers of one block size, in words."""
+    """Return the two answers of one block size, in words."""
     return [f"Block {found['block']}: {_pays(found)}", f"Leak: {_leaks(found)}"]
 
 
@@ -91,7 +92,7 @@ def _leaks(found: dict) -> str:
 
 
 def check_plot(path: str) -> None:
-    """Raises UsageError for a place that no plot can be written to, before anything is run."""
+    """Raise UsageError for a place that no plot can be written to, before anything is run."""
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"plot: got {path!r}, expected a name that ends in .png, .svg or .pdf")
     if find_spec("matplotlib") is None:
@@ -100,7 +101,7 @@ def check_plot(path: str) -> None:
 
 
 def write_plot(record: dict, path: str) -> None:
-    """The sweep as a picture; the ending of `path` says in which form."""
+    """Draw the sweep; the ending of `path` says in which form."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -22,37 +22,32 @@ EVIDENCE = 3  # nodes of a case that are told one by one
 
 def blocks(record: dict) -> list[Table | str]:
     """Return the tables and paragraphs of a comparison in reading order. Every format is made from these."""
-    found: list[Table | str] = [head(record), case_table(record)]
-    found.append(worst_table(record))
-    found += leak_tables(record)
-    found.append(acceptance_table(record))
-    if record.get("sampling"):
-        found += sampling_blocks(record)
-    found += commit_blocks(record)
-    if record.get("rounds"):
-        found += rounds_blocks(record["rounds"])
-    if record.get("batch"):
-        found += batch_blocks(record["batch"])
-    return [*found, remarks(record), verdict_line(record)]
+    parts = [head(record), case_table(record), worst_table(record), *leak_tables(record), acceptance_table(record)]
+    parts += sampling_blocks(record) if record.get("sampling") else []
+    parts += commit_blocks(record)
+    parts += rounds_blocks(record["rounds"]) if record.get("rounds") else []
+    parts += batch_blocks(record["batch"]) if record.get("batch") else []
+    return [*parts, remarks(record), verdict_line(record)]
+
+
+def _picked(entry: dict, *names: str) -> list[str]:
+    """Return some values of an entry as cells, null as an empty one."""
+    return ["" if entry[name] is None else plain(entry[name]) for name in names]
+
+
+def _decimals(entry: dict, *names: str) -> list[str]:
+    """Return some means of an entry as cells; one that is withheld is null."""
+    return ["withheld" if entry[name] is None else f"{entry[name]:.2f}" for name in names]
 
 
 def head(record: dict) -> str:
+    """Return what was run: model, weights, engine, dtype, device, seed, draft and sampling."""
     model, settings, where = record["model"], record["settings"], record["environment"]
     random = model.get("weights") == "random"
+    words = [f"model {model.get('name')}", f"{'RANDOM' if random else model.get('weights')} weights"]
+    words += [f"engine {where.get('engine')}", where.get("dtype"), where.get("device"), f"seed {settings['seed']}"]
     draft = settings["draft"] + (f" (acceptance {settings['acceptance']:g})" if settings["draft"] == "self" else "")
-    line = " · ".join(
-        plain(word)
-        for word in (
-            f"model {model.get('name')}",
-            f"{'RANDOM' if random else model.get('weights')} weights",
-            f"engine {where.get('engine')}",
-            where.get("dtype"),
-            where.get("device"),
-            f"seed {settings['seed']}",
-            f"draft {draft}",
-            *sampling_words(settings),
-        )
-    )
+    line = " · ".join(map(plain, [*words, f"draft {draft}", *sampling_words(settings)]))
     if random:
         line += (
             "\nRANDOM WEIGHTS: a leak shows as well as with real ones, but flips, KL and acceptance say little about "
@@ -79,25 +74,33 @@ def _looking(title: str, first: tuple[str, ...], shown: Sequence[Look], rows: Se
 
 
 def worst_table(record: dict) -> Table | str:
-    """The largest differences of the required modes that failed, else of the unforked control."""
-    required = record["settings"]["require"]
-    failed = [mode for mode in required if any(case["modes"][mode]["verdict"] == "fail" for case in record["cases"])]
-    nodes = [found for case in record["cases"] for mode in failed or [CONTROL] for found in worst_nodes(case, mode)]
-    modes = ", ".join(failed or [CONTROL])
-    if all(case["modes"][CONTROL]["verdict"] in NOT_RUN for case in record["cases"]) and not failed:
-        return f"Worst nodes of {modes}: it was not run."
+    """Return the largest differences of the required modes that failed, else of the unforked control."""
+    cases = record["cases"]
+    failed = [
+        mode
+        for mode in record["settings"]["require"]
+        if any(case["modes"][mode]["verdict"] == "fail" for case in cases)
+    ]
+    modes = failed or [CONTROL]
+    nodes = [entry for case in cases for mode in modes for entry in worst_nodes(case, mode)]
+    title = f"Worst nodes of {', '.join(modes)}"
+    if all(case["modes"][CONTROL]["verdict"] in NOT_RUN for case in cases) and not failed:
+        return f"{title}: it was not run."
     if not nodes:
-        return f"Worst nodes of {modes}: none is beyond the floor."
-    nodes.sort(key=lambda found: size(found[2][found[1]]["max_abs"]), reverse=True)
-    note = "" if failed else ", the control that must fail"
-    return node_table(f"Worst nodes of {modes}{note}", nodes[:MOST], record)
+        return f"{title}: none is beyond the floor."
+    nodes.sort(key=_error, reverse=True)
+    return node_table(f"{title}{'' if failed else ', the control that must fail'}", nodes[:MOST], record)
+
+
+def _error(entry: tuple[dict, str, dict]) -> float:
+    _, mode, node = entry
+    return size(node[mode]["max_abs"])
 
 
 def worst_nodes(case: dict, mode: str) -> list[tuple[dict, str, dict]]:
-    """(case, mode, node) of all nodes beyond the floor, the largest difference first."""
-    found = [node for node in case["nodes"] if node[mode]["verdict"] in BEYOND]
-    found.sort(key=lambda node: size(node[mode]["max_abs"]), reverse=True)
-    return [(case, mode, node) for node in found]
+    """Return (case, mode, node) of all nodes beyond the floor, the largest difference first."""
+    entries = [(case, mode, node) for node in case["nodes"] if node[mode]["verdict"] in BEYOND]
+    return sorted(entries, key=_error, reverse=True)
 
 
 def node_table(title: str, nodes: Sequence[tuple[dict, str, dict]], record: dict) -> Table:
@@ -110,72 +113,65 @@ def node_table(title: str, nodes: Sequence[tuple[dict, str, dict]], record: dict
 
 
 def leak_tables(record: dict) -> list[Table | str]:
-    """What not forking did, by depth and by the number of foreign tokens absorbed."""
+    """Return what not forking did, by depth and by the number of foreign tokens absorbed."""
     nodes = [node for case in record["cases"] for node in case["nodes"] if not node["clean"]]
     if not nodes:
         return ["Leak: none of these trees contaminates a node of this model, so there is nothing to leak."]
     nodes = [node for node in nodes if node[CONTROL]["argmax"] is not None]
     if not nodes:
         return [f"Leak: {CONTROL} was not run, so that what not forking would do here was not seen."]
-    title = f"Leak by {{}} ({CONTROL}, contaminated nodes only)"
     return [
-        _leak_table(title.format("depth"), "depth", nodes, lambda node: (node["depth"], str(node["depth"]))),
-        _leak_table(title.format("foreign tokens absorbed"), "leaked", nodes, lambda node: _span(node["leaked"])),
+        _leak_table("depth", "depth", nodes, lambda node: (node["depth"], str(node["depth"]))),
+        _leak_table("foreign tokens absorbed", "leaked", nodes, lambda node: _span(node["leaked"])),
     ]
 
 
 def _span(leaked: int) -> tuple[int, str]:
-    """The power of two below a count, and the counts that share it."""
+    """Return the power of two below a count, and the counts that share it."""
     low = 1 << (leaked.bit_length() - 1) if leaked > 0 else 0
     return low, str(low) if low < 2 else f"{low}..{2 * low - 1}"
 
 
-def _leak_table(title: str, name: str, nodes: Sequence[dict], group: Callable[[dict], tuple[int, str]]) -> Table:
+def _leak_table(what: str, name: str, nodes: Sequence[dict], group: Callable[[dict], tuple[int, str]]) -> Table:
     groups: dict[tuple[int, str], list[dict]] = {}
     for node in nodes:
         groups.setdefault(group(node), []).append(node[CONTROL])
     rows = []
-    for (_, label), found in sorted(groups.items()):
-        moved = sum(value["verdict"] in BEYOND for value in found)
-        rows.append(
-            (
-                label,
-                len(found),
-                f"{moved / len(found):.0%}",
-                f"{statistics.median(size(value['max_abs']) for value in found):.3g}",
-                sum(value["verdict"] == "flip" for value in found),
-                _median_kl(found),
-            )
-        )
-    return Table(title, (name, "contaminated", "beyond floor", "median |Δ|", "flips", "median KL"), rows)
+    for (_, label), values in sorted(groups.items()):
+        moved = sum(value["verdict"] in BEYOND for value in values) / len(values)
+        median = statistics.median(size(value["max_abs"]) for value in values)
+        flips = sum(value["verdict"] == "flip" for value in values)
+        rows.append((label, len(values), f"{moved:.0%}", f"{median:.3g}", flips, _median_kl(values)))
+    headers = (name, "contaminated", "beyond floor", "median |Δ|", "flips", "median KL")
+    return Table(f"Leak by {what} ({CONTROL}, contaminated nodes only)", headers, rows)
+
+
+WRONG = ("wrong accepts", "wrong rejects", "wrong bonus", "by tie")
+
+
+def _wrongs(walks: Sequence[dict]) -> list[int]:
+    """Return the cells of WRONG."""
+    counts = [sum(len(walk[name]) for walk in walks) for name in ("wrong_accept", "wrong_reject")]
+    return counts + [sum(bool(walk[name]) for walk in walks) for name in ("wrong_bonus", "by_tie")]
 
 
 def acceptance_table(record: dict) -> Table:
+    """Return what each mode accepts, and what of it ar would not."""
     rows = []
     for mode in ("ar", *record["cases"][0]["modes"]) if record["cases"] else ():
         walks = [case["acceptance"][mode] for case in record["cases"] if mode in case["acceptance"]]
-        if not walks:
-            rows.append((mode, "not run", *[""] * 4))
-            continue
-        rows.append(
-            (
-                mode,
-                f"{statistics.fmean(walk['accepted'] for walk in walks):.2f}",
-                *(sum(len(walk[name]) for walk in walks) for name in ("wrong_accept", "wrong_reject")),
-                *(sum(bool(walk[name]) for walk in walks) for name in ("wrong_bonus", "by_tie")),
-            )
-        )
-    headers = ("mode", "accepted per round", "wrong accepts", "wrong rejects", "wrong bonus", "by tie")
-    rounds = len(record["cases"])
-    title = f"Acceptance over {counted(rounds, 'round')}, greedy (accepted excludes root and bonus; wrong against ar)"
-    return Table(title, headers, rows)
+        mean = f"{statistics.fmean(walk['accepted'] for walk in walks):.2f}" if walks else "not run"
+        rows.append((mode, mean, *(_wrongs(walks) if walks else [""] * len(WRONG))))
+    rounds = counted(len(record["cases"]), "round")
+    title = f"Acceptance over {rounds}, greedy (accepted excludes root and bonus; wrong against ar)"
+    return Table(title, ("mode", "accepted per round", *WRONG), rows)
 
 
 SAMPLING = {**vars(Sampling()), "history": "path"}  # settings, and the value that changes nothing
 
 
 def sampling_words(settings: dict) -> list[str]:
-    """How tokens are drawn, in one phrase, or nothing for greedy decoding."""
+    """Return how tokens are drawn, in one phrase, or nothing for greedy decoding."""
     chosen = {name: settings.get(name, plain_) for name, plain_ in SAMPLING.items()}
     words = [
         f"{name.replace('_', ' ')} {value if isinstance(value, str) else format(value, 'g')}"
@@ -186,64 +182,53 @@ def sampling_words(settings: dict) -> list[str]:
 
 
 def sampling_blocks(record: dict) -> list[Table | str]:
-    """What temperature, cuts and penalties make of each mode, the walks under shared noise, and the draws."""
+    """Return what temperature, cuts and penalties make of each mode, the walks under shared noise, and the draws."""
     sampling = record["sampling"]
     rows, walks, notes = [], [], []
-    for mode, found in sampling["modes"].items():
-        draws = found["draws"]
+    for mode, result in sampling["modes"].items():
+        draws = result["draws"]
         rows.append(
             (
                 mode,
-                *(number(found[name]) for name in ("median_tv", "max_tv")),
-                "-" if found["max_kl"] is None else number(found["max_kl"]),
-                found["cut"],
-                found["wrong"],
-                "withheld" if found["alarm"] else f"{found['expected_accepted']:.3f}",
-                number(found["ar_expected_accepted"]),
-                "-" if found["moved"] is None else f"{round(found['moved'], 3) + 0.0:+.3f}",
-                *(("-", "-") if draws is None else (f"{draws['p']:.2g}", f"{draws['p_own']:.2g}")),
+                number(result["median_tv"]),
+                number(result["max_tv"]),
+                NONE if result["max_kl"] is None else number(result["max_kl"]),
+                result["cut"],
+                result["wrong"],
+                "withheld" if result["alarm"] else f"{result['expected_accepted']:.3f}",
+                number(result["ar_expected_accepted"]),
+                NONE if result["moved"] is None else f"{round(result['moved'], 3) + 0.0:+.3f}",
+                *((NONE, NONE) if draws is None else (f"{draws['p']:.2g}", f"{draws['p_own']:.2g}")),
             )
         )
-        taken = [case["modes"][mode]["sampled"] for case in record["cases"] if "sampled" in case["modes"][mode]]
-        taken = [result["acceptance"] for result in taken]
-        mine = [walk["accepted"] for walk in taken]
-        theirs = [walk["accepted"] - len(walk["wrong_accept"]) + len(walk["wrong_reject"]) for walk in taken]
-        walks.append(
-            (
-                mode,
-                f"{statistics.fmean(mine):.2f}",
-                f"{statistics.fmean(theirs):.2f}",
-                *(sum(len(walk[name]) for walk in taken) for name in ("wrong_accept", "wrong_reject")),
-                *(sum(bool(walk[name]) for walk in taken) for name in ("wrong_bonus", "by_tie")),
-            )
-        )
-        if found["alarm"]:
-            notes.append(f"{mode} {found['alarm']}")
-    headers = (
-        "mode", "median TV", "largest TV", "largest KL", "cut", "wrong", "accepted", "ar accepts", "moved", "draws p",
-        "own p",
-    )  # fmt: skip
+        taken = [case["modes"][mode].get("sampled") for case in record["cases"]]
+        taken = [result["acceptance"] for result in taken if result]
+        mine = statistics.fmean(walk["accepted"] for walk in taken)
+        change = statistics.fmean(len(walk["wrong_reject"]) - len(walk["wrong_accept"]) for walk in taken)
+        walks.append((mode, f"{mine:.2f}", f"{mine + change:.2f}", *_wrongs(taken)))
+        notes += [f"{mode} {result['alarm']}"] if result["alarm"] else []
     title = (
         "Sampling: processed distributions against ar's (cut: nodes where only one keeps some token, KL then has no "
         "limit; wrong: nodes whose processing is not their own path's; accepted: expected in a round)"
     )
-    found: list[Table | str] = [Table(title, headers, rows, spare=("largest KL", "own p", "cut"))]
-    headers = ("mode", "accepted", "ar accepted", "wrong accepts", "wrong rejects", "wrong bonus", "by tie")
-    found.append(Table(f"Acceptance over {counted(len(record['cases']), 'round')} under shared noise", headers, walks))
+    headers = ("mode", "median TV", "largest TV", "largest KL", "cut", "wrong", "accepted", "ar accepts", "moved")
+    table = Table(title, (*headers, "draws p", "own p"), rows, spare=("largest KL", "own p", "cut"))
+    title = f"Acceptance over {counted(len(record['cases']), 'round')} under shared noise"
     lines = [f"Acceptance: {'; '.join(notes)}."] if notes else []
-    if draws := next((found["draws"] for found in sampling["modes"].values() if found["draws"]), None):
-        seen = "" if draws["visible"] is None else f", {draws['visible']:.2g} with 90%"
+    if draws := next((result["draws"] for result in sampling["modes"].values() if result["draws"]), None):
+        visible = "" if draws["visible"] is None else f", {draws['visible']:.2g} with 90%"
         lines.append(
             f"Draws: {counted(draws['count'], 'walk')} behind {counted(draws['prompts'], 'prompt')} a mode, against "
             f"ar's exact distribution and the mode's own; level {sampling['level']:g} over all modes. A total "
             f"variation of {sampling['effect']:g} in the outcomes of every case is seen with a chance of "
-            f"{draws['power']:.0%}{seen}."
+            f"{draws['power']:.0%}{visible}."
         )
-    return [*found, "\n".join(lines)] if lines else found
+    parts = [table, Table(title, ("mode", "accepted", "ar accepted", *WRONG), walks)]
+    return [*parts, "\n".join(lines)] if lines else parts
 
 
 def commit_blocks(record: dict) -> list[Table | str]:
-    """The paths that were committed by force, a line a case, and what is wrong in the modes that matter."""
+    """Return the paths that were committed by force, a line a case, and what is wrong in the modes that matter."""
     cases = [case for case in record["cases"] if case["commit"] is not None]
     if not cases:
         return []
@@ -286,54 +271,40 @@ def ending(record: dict, detail: str = "") -> list[str]:
 
 
 def rounds_blocks(rounds: dict) -> list[Table | str]:
-    """What many rounds came to in each mode, where each first left plain decoding, and what was exercised."""
-    rows, first = [], []
-    for mode, found in rounds["summary"].items():
-        accepted = found["accepted_per_round"]
-        drift = found["drift"]
-        figures = [f"{found[name]:.2f}" for name in ("ar_accepted_per_round", "moved_per_round")]
-        figures += [f"{found[name]:.2f}" for name in ("wrong_accept_per_round", "wrong_reject_per_round")]
-        texts = f"{found['same_text']} of {found['texts']}"
-        rows.append(
-            (
-                mode,
-                found["rounds"],
-                found["off"],
-                found["ties"],
-                texts,
-                f"{found['agreement']:.1%}",
-                "withheld" if accepted is None else f"{accepted:.2f}",
-                *figures,
-                number(drift["largest"]),
+    """Return what many rounds came to in each mode, where each first left plain decoding, and what was exercised."""
+    rows, firsts = [], []
+    means = [f"{name}_per_round" for name in ("accepted", "ar_accepted", "moved", "wrong_accept", "wrong_reject")]
+    for mode, summary in rounds["summary"].items():
+        texts, share = f"{summary['same_text']} of {summary['texts']}", f"{summary['agreement']:.1%}"
+        counts, drift = _picked(summary, "rounds", "off", "ties"), number(summary["drift"]["largest"])
+        rows.append((mode, *counts, texts, share, *_decimals(summary, *means), drift))
+        if first := summary["first"]:
+            sizes = [number(first[name]) for name in ("margin", "max_abs", "floor")]
+            firsts.append(
+                (mode, *_picked(first, "prompt", "round", "position", "node", "depth"), *sizes, summary["alarm"])
             )
-        )
-        if found["first"]:
-            one = found["first"]
-            where = [one[name] for name in ("round", "position", "node", "depth")]
-            sizes = [number(one[name]) for name in ("margin", "max_abs", "floor")]
-            first.append((mode, plain(one["prompt"]), *where, *sizes, found["alarm"]))
     headers = ("mode", "rounds", "off", "ties", "same text", "agreement", "accepted", "ar accepts", "moved")
-    headers += ("wrong accepts", "wrong rejects", "drift")
     title = (
         "Rounds against plain decoding of the same text (a round, without root and bonus; accepted is withheld where "
         "the text differs; drift: largest rms error of a state / its rms)"
     )
-    blocks: list[Table | str] = [Table(title, headers, rows, spare=("moved", "agreement", "ties", "drift"))]
-    if first:
+    spare = ("moved", "agreement", "ties", "drift")
+    parts: list[Table | str] = [Table(title, (*headers, *WRONG[:2], "drift"), rows, spare)]
+    if firsts:
         headers = ("mode", "prompt", "round", "token", "node", "depth", "margin", "|Δ|", "floor", "acceptance")
-        blocks.append(Table("First round off", headers, first, spare=("floor", "depth")))
-    blocks += [f"{mode}: unsupported ({plain(why)})" for mode, why in rounds.get("unsupported", {}).items()]
-    blocks += drafter_lines(rounds["summary"])
-    seen = rounds["coverage"]
-    blocks.append(
-        f"Coverage: of {counted(seen['rounds'], 'drafted round')} {seen['accepted_two_or_more']:.0%} accept two nodes "
-        f"or more and {seen['side_branch_accepts']:.0%} leave the first branch{_asked(seen)}."
-    )
-    return blocks
+        parts.append(Table("First round off", headers, firsts, spare=("floor", "depth")))
+    parts += [f"{mode}: unsupported ({plain(why)})" for mode, why in rounds.get("unsupported", {}).items()]
+    parts += drafter_lines(rounds["summary"])
+    coverage = rounds["coverage"]
+    return [
+        *parts,
+        f"Coverage: of {counted(coverage['rounds'], 'drafted round')} {coverage['accepted_two_or_more']:.0%} accept "
+        f"two nodes or more and {coverage['side_branch_accepts']:.0%} leave the first branch{_asked(coverage)}.",
+    ]
 
 
 def _asked(seen: dict) -> str:
-    """What the shares of rounds are held against, where the record says so."""
+    """Return what the shares of rounds are held against, where the record says so."""
     least = seen.get("least")
     if least is None:
         return ""
@@ -343,55 +314,33 @@ def _asked(seen: dict) -> str:
 
 
 def batch_blocks(batch: dict) -> list[Table | str]:
-    """What stood in one batch and came out otherwise than alone, check by check, then the first findings."""
+    """Return what stood in one batch and came out otherwise than alone, check by check, then the first findings."""
     if batch["not_run"] is not None:
         return [f"Batches: not_run: {plain(batch['not_run'])}"]
-    rows = [
-        (
-            found["check"],
-            found["mode"] or "",
-            found["size"],
-            found["compared"],
-            found["off"],
-            number(found["largest"]),
-            number(found["floor"]),
-        )
-        for found in batch["checks"]
-    ]
+    names = ("check", "mode", "size", "compared", "off")
+    rows = [(*_picked(check, *names), number(check["largest"]), number(check["floor"])) for check in batch["checks"]]
     headers = ("check", "mode", "batch", "compared", "off", "largest |Δ|", "largest floor")
     title = (
         "Batches, each request against itself alone (verify, step, prefill: logits; commit, reorder, canary: what is "
         "stored; reorder, canary and again must keep every bit)"
     )
-    blocks: list[Table | str] = [Table(title, headers, rows, spare=("largest floor",))]
-    shown = sorted(batch["findings"], key=lambda found: found["verdict"] != "fail")[:MOST]
-    if shown:
-        rows = [
-            (
-                found["check"],
-                found["mode"] or "",
-                found["size"],
-                plain(found["composition"]),
-                plain(found["request"]),
-                *("" if found[name] is None else found[name] for name in ("node", "layer", "channel")),
-                found["verdict"],
-            )
-            for found in shown
-        ]
-        headers = ("check", "mode", "batch", "composition", "request", "node", "layer", "channel", "verdict")
+    parts: list[Table | str] = [Table(title, headers, rows, spare=("largest floor",))]
+    if shown := sorted(batch["findings"], key=lambda finding: finding["verdict"] != "fail")[:MOST]:
+        names = ("check", "mode", "size", "composition", "request", "node", "layer", "channel", "verdict")
+        headers = tuple("batch" if name == "size" else name for name in names)
         title = f"Findings in batches, the first {len(shown)} of {len(batch['findings'])}"
-        blocks.append(Table(title, headers, rows, spare=("composition", "mode")))
-        blocks.append(f"First: {plain(shown[0]['says'])}")
-    seen = batch["coverage"]
-    blocks.append(
-        f"Coverage of batches: {counted(seen['groups'], 'group')}, {seen['unequal_lengths']} of unequal lengths, "
-        f"prompts of {seen['shortest']} to {seen['longest']} tokens."
-    )
-    return blocks
+        parts.append(Table(title, headers, [_picked(each, *names) for each in shown], spare=("composition", "mode")))
+        parts.append(f"First: {plain(shown[0]['says'])}")
+    coverage = batch["coverage"]
+    return [
+        *parts,
+        f"Coverage of batches: {counted(coverage['groups'], 'group')}, {coverage['unequal_lengths']} of unequal "
+        f"lengths, prompts of {coverage['shortest']} to {coverage['longest']} tokens.",
+    ]
 
 
 def drafter_lines(summary: dict) -> list[str]:
-    """What is to be said of a drafter that reads the target, a line a mode; modes that say the same share one."""
+    """Return a line a mode about a drafter that reads the target; modes of the same words share one."""
     lines: dict[str, list[str]] = {}
     for mode, found in summary.items():
         if drafter := found.get("drafter"):
@@ -407,7 +356,7 @@ def drafter_lines(summary: dict) -> list[str]:
 
 
 def _commit_count(accepts: Sequence[dict], mode: str) -> str:
-    """'4 pass', or how many of how many are not."""
+    """Return '4 pass', or how many of how many are not."""
     if accepts and not any(mode in accept["modes"] for accept in accepts):
         return "not run"
     verdicts = [accept["modes"][mode]["verdict"] for accept in accepts]
@@ -440,26 +389,19 @@ def remarks(record: dict) -> str:
     if (above := floor.get("systematic")) and (above["beyond"] or not certified):
         lines.insert(1, _systematic(above, judged_as(record)))
     lines.append(f"In bits: {exact_text(record)}.")
+    effect = f"; what that does was not seen, for {CONTROL} was not run"
     if leak["rounds"]:
-        lines.append(
-            f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
-            f"tokens and {leak['flipped']} would choose another token (median KL {_leak_kl(record)} nats); "
+        effect = (
+            f" and {leak['flipped']} would choose another token (median KL {_leak_kl(record)} nats); "
             f"{leak['wrong_accept_per_round']:.2f} tokens a round would be accepted wrongly, and "
-            f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens."
+            f"{leak['rounds_changed']} of {leak['rounds']} rounds would emit other tokens"
         )
-    else:
-        lines.append(
-            f"Leakage: if the rows were {without}, {leak['contaminated']} of {leak['nodes']} nodes would read foreign "
-            f"tokens; what that does was not seen, for {CONTROL} was not run."
-        )
-    lines += draft_lines(record)
-    lines += tie_lines(record)
+    nodes = f"{leak['contaminated']} of {leak['nodes']} nodes"
+    lines.append(f"Leakage: if the rows were {without}, {nodes} would read foreign tokens{effect}.")
+    lines += [*draft_lines(record), *tie_lines(record)]
     if oracle := record.get("oracle"):
-        errors = ", ".join(
-            f"{mode} {number(oracle[mode]['median_abs'])}"
-            for mode in ("ar", *record["verdict"]["modes"])
-            if mode in oracle
-        )
+        modes = [mode for mode in ("ar", *record["verdict"]["modes"]) if mode in oracle]
+        errors = ", ".join(f"{mode} {number(oracle[mode]['median_abs'])}" for mode in modes)
         outlier = "; ar is the outlier" if oracle["ar_is_the_outlier"] else ""
         lines.append(f"Against float64, median |Δ|: {errors}{outlier}.")
     lines += [f"Trace: {plain(note)}." for note in record.get("trace", {}).get("notes", ())]
@@ -479,8 +421,8 @@ def exact_text(record: dict) -> str:
 
 
 def draft_lines(record: dict) -> list[str]:
-    """What the draft expected of its trees and what plain decoding accepts of them; nothing of trees that were given,
-    and nothing of `self`, whose errors are drawn."""
+    """Return what the draft expected of its trees and what plain decoding accepts of them; nothing of trees that were
+    given, and nothing of `self`, whose errors are drawn."""
     found = [case for case in record["cases"] if "expected" in case["tree"].get("source", {})]
     if not found or record["settings"]["draft"] == "self":
         return []
@@ -494,13 +436,13 @@ def draft_lines(record: dict) -> list[str]:
 
 
 def judged_as(record: dict) -> str | None:
-    """As `verdict.judged_as`, which needs torch."""
+    """Return the dtype that a record was judged in."""
     environment = record["environment"]
     return environment.get("judged_as") or environment.get("dtype")
 
 
 def _systematic(above: dict, dtype: str) -> str:
-    """What the run could see of wrong positions and masks, which may hide below a coarse dtype's floor."""
+    """Return what the run could see of wrong positions and masks, which may hide below a coarse dtype's floor."""
     prompts = f"{above['prompts']} of {counted(above.get('given', above['prompts']), 'prompt')}"
     if not above["judged"]:
         few = f"{prompts} with noise to compare with, {above['least']} are needed"
@@ -521,12 +463,12 @@ def _systematic(above: dict, dtype: str) -> str:
 
 
 def where_lines(record: dict) -> list[str]:
-    """Where the faults enter that were looked into, a paragraph each."""
+    """Return where the faults enter that were looked into, a paragraph each."""
     return [line for case in record["cases"] for line in case_where(case)]
 
 
 def case_where(case: dict, *modes: str) -> list[str]:
-    """The same of one case, in these modes or in all; what moved in bits first."""
+    """Return the same of one case, in these modes or in all; what moved in bits first."""
     evidence = (case.get("exact") or {}).get("evidence", []) if not modes or "tree_forked" in modes else []
     lines = [f"In bits (tree_forked in {plain(case['id'])}): {plain(text)}." for text in evidence[:EVIDENCE]]
     if len(evidence) > EVIDENCE:
@@ -539,7 +481,7 @@ def case_where(case: dict, *modes: str) -> list[str]:
 
 
 def tie_lines(record: dict) -> list[str]:
-    """Equal largest logits, and modes that take another of them than ar: explained, never a leak."""
+    """Return equal largest logits, and modes that take another of them than ar: explained, never a leak."""
     equal, rules = [], {}
     for case in record["cases"]:
         found = case.get("ties", {"equal": {}, "rules": {}})
@@ -574,14 +516,14 @@ def verdict_line(record: dict) -> str:
 
 
 def _decisive(record: dict) -> str:
-    """The reason behind the exit code, as far as a headline has room for it."""
+    """Return the reason behind the exit code, as far as a headline has room for it."""
     reasons = [plain(reason) for reason in record["verdict"]["reasons"]] or ["no reason is recorded"]
     decisive = next((reason for reason in reasons if record["exit_code"] == DEFECT and ": fail" in reason), reasons[0])
     return decisive.partition(" (")[0].partition("; ")[0]
 
 
 def find_case(record: dict, name: str) -> dict:
-    """A case by its id. Raises ValueError listing what there is."""
+    """Return a case by its id. Raises ValueError listing what there is."""
     known = {case["id"]: case for case in record["cases"]}
     if name not in known:
         raise ValueError(f"case: got {name!r}, expected one of {', '.join(map(plain, known))}")
@@ -589,7 +531,7 @@ def find_case(record: dict, name: str) -> dict:
 
 
 def case_blocks(record: dict, case: dict) -> list[Table | str]:
-    """Every node of one case under every mode."""
+    """Return every node of one case under every mode."""
     modes, rows, count = list(case["modes"]), [], len(looks(CASE, figures.FIGURES))
     for node in case["nodes"]:
         row = cells(CASE, figures.FACTS, node, Place(record, case, node))
@@ -609,14 +551,14 @@ def case_blocks(record: dict, case: dict) -> list[Table | str]:
 
 
 def find_node(case: dict, place: int) -> dict:
-    """A node by its number. Raises ValueError for one that the case does not have."""
+    """Return a node by its number. Raises ValueError for one that the case does not have."""
     if not 0 <= place < len(case["nodes"]):
         raise ValueError(f"node: got {place}, expected 0..{len(case['nodes']) - 1} in case {plain(case['id'])}")
     return case["nodes"][place]
 
 
 def node_blocks(record: dict, case: dict, place: int) -> list[Table | str]:
-    """All figures of one node. Raises ValueError for a node that the case does not have."""
+    """Return all figures of one node. Raises ValueError for a node that the case does not have."""
     tokens, node = record.get("tokens", {}), find_node(case, place)
     path = [place]
     while case["nodes"][path[-1]]["parent"] >= 0:

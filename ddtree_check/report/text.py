@@ -9,24 +9,24 @@ GREEN = ("pass", "known_failure")  # verdicts of a mode that leave a run green
 
 
 def plain(text: object) -> str:
-    """Text with whatever is not printable (line breaks, escape sequences, marks of direction) shown as an escape."""
+    """Return text with escapes for what is not printable: line breaks, escape sequences, marks of direction."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in str(text)
     )
 
 
 def number(value: float | None) -> str:
-    """Three digits; a record holds null for what is not finite."""
+    """Return a number with three digits; a record holds null for what is not finite."""
     return "not finite" if value is None else f"{value:.3g}"
 
 
 def size(value: float | None) -> float:
-    """A difference to sort or to average by: what is not finite is larger than anything."""
+    """Return a difference to sort or to average by: what is not finite is larger than anything."""
     return math.inf if value is None else value
 
 
 def token_text(token: int | None, tokens: dict[str, str]) -> str:
-    """A token in quotes, shortened, or its id where the record holds no text."""
+    """Return a token in quotes, shortened, or its id where the record holds no text."""
     text = tokens.get(str(token))
     if text is None:
         return str(token)

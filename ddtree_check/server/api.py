@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -29,7 +30,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server said. tops: for each token the log-probabilities of the likeliest, {} where it gave none.
+    """An answer of a server. tops: for each token the log-probabilities of the likeliest, {} where it gave none.
 
     prompt_tokens: how many it counted, None if it does not say; ended: whether the text ended by itself.
     """
@@ -102,8 +103,10 @@ class Api:
         self._running.close()
 
     def start(self) -> str:
-        """The model's name, the first that the server lists if none was chosen. Raises UsageError if it cannot be
-        reached or knows no such model."""
+        """Return the model's name, the first that the server lists if none was chosen.
+
+        Raises UsageError if it cannot be reached or knows no such model.
+        """
         try:
             data = self._ask("GET", "models", None, _models)
         except Failed as error:
@@ -116,7 +119,7 @@ class Api:
         return self.model
 
     def complete(self, prompt: str, tokens: int, top: int, *, echo: bool = False) -> Completion:
-        """A greedy completion with log-probabilities; echo: those of the prompt as well.
+        """Return a greedy completion with log-probabilities; echo: those of the prompt as well.
 
         Raises Failed, Unsupported for a request that the server refuses, and UsageError where it wants a key.
         """
@@ -124,10 +127,8 @@ class Api:
         return self._ask("POST", "completions", body | ({"echo": True} if echo else {}), _completion)
 
     def _ask(self, verb: str, path: str, body: dict | None, read: Callable):
-        """What `read` makes of the answer, a KeyError or the like being no answer."""
-        said = ""
-        attempt = 0
-        while True:
+        """Return what `read` makes of the answer; one that it cannot use is no answer."""
+        for attempt in itertools.count():
             pause = min(LONGEST_PAUSE, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)  # not all clients at one time
             try:
                 status, asked, content = self._portal.call(self._send, verb, path, body)
@@ -140,24 +141,16 @@ class Api:
                 if status < 300:
                     try:
                         return read(self._parse(content))
-                    except (
-                        ValueError,
-                        LookupError,
-                        TypeError,
-                        AttributeError,
-                        ArithmeticError,
-                        RecursionError,
-                    ) as error:
-                        said = self._hide(str(error))[:100]
-                        said = f"an answer that cannot be used ({type(error).__name__}: {said})"
+                    except UNUSABLE as error:
+                        why = f"{type(error).__name__}: {self._hide(str(error))[:100]}"
+                        said = f"an answer that cannot be used ({why})"
                 elif status in AGAIN or status >= 500:
                     said = f"status {status}"
                     pause = min(LONGEST_PAUSE, max(pause, asked))
                 else:
                     self._refused(status, path, content)
-            attempt += 1
-            if attempt > self._retries:
-                raise Failed(f"{self.url}/{path}: {said}, {attempt} times")
+            if attempt >= self._retries:
+                raise Failed(f"{self.url}/{path}: {said}, {attempt + 1} times")
             self._sleep(pause)
 
     async def _send(self, verb: str, path: str, body: dict | None) -> tuple[int, float, bytes]:
@@ -212,7 +205,7 @@ def _models(data: dict) -> list[str]:
 
 
 def _completion(data: dict) -> Completion:
-    """Reads an answer. Raises ValueError and the like for one that is not whole, Unsupported without logprobs."""
+    """Read an answer. Raises ValueError and the like for one that is not whole, Unsupported without logprobs."""
     choice = data["choices"][0]
     text, found = choice["text"], choice.get("logprobs")
     if not isinstance(text, str):
@@ -220,28 +213,25 @@ def _completion(data: dict) -> Completion:
     if found is None:
         raise Unsupported("the server gives no logprobs; start it so that it does")
     tokens, logprobs, tops = found["tokens"], found["token_logprobs"], found.get("top_logprobs") or []
-    tops = tops or [None] * len(tokens)
+    tops = tops or [{}] * len(tokens)
     if not len(tokens) == len(logprobs) == len(tops):
         raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(tops)} tops, expected one of each")
     if not all(isinstance(token, str) for token in tokens):
         raise ValueError("tokens that are not strings")
-    usage = data.get("usage") or {}
-    count = usage.get("prompt_tokens")
+    count = (data.get("usage") or {}).get("prompt_tokens")
+    numbers = [{str(token): _number(value) for token, value in (top or {}).items()} for top in tops]
     return Completion(
         text,
         tuple(tokens),
         tuple(None if value is None else _number(value) for value in logprobs),
-        tuple(
-            {str(token): found for token, value in (top or {}).items() if (found := _number(value)) is not None}
-            for top in tops
-        ),
+        tuple({token: value for token, value in top.items() if value is not None} for top in numbers),
         count if isinstance(count, int) else None,
         choice.get("finish_reason") not in (None, "length"),
     )
 
 
 def _number(value: object) -> float | None:
-    """A log-probability; None for that of what cannot be. Raises ValueError for anything else."""
+    """Return a log-probability; None for that of what cannot be. Raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value > SLACK:
         raise ValueError(f"log-probability {value!r:.40}, expected a number of at most 0")
     return float(value) if math.isfinite(value) else None

@@ -70,7 +70,7 @@ class Position:
 
 
 def positions(run: Completion, forced: Sequence[tuple[dict[str, float], float | None]]) -> list[Position]:
-    """The chosen tokens of a run against forced log-probabilities: for each position (top, that of the token)."""
+    """Compare the chosen tokens of a run with forced log-probabilities: for each position (top, that of the token)."""
     found = []
     for token, own, top, (reference, of_token) in zip(run.tokens, run.logprobs, run.tops, forced, strict=False):
         first = max(reference, key=reference.get)
@@ -93,7 +93,7 @@ def positions(run: Completion, forced: Sequence[tuple[dict[str, float], float | 
 
 
 def verdict(position: Mapping, bound: float) -> str:
-    """One of VERDICTS. Two rows within the bound of each other can part by twice as much."""
+    """Return one of VERDICTS. Two rows within the bound of each other can part by twice as much."""
     delta, regret = position["delta"], position["regret"]
     within = delta is not None and delta <= bound and regret <= 2 * bound
     changed = regret > 0
@@ -101,7 +101,7 @@ def verdict(position: Mapping, bound: float) -> str:
 
 
 def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
-    """{"band", "prompts", "coverage", "verdict", "exit_code"} from the measured prompts (see `run.measure`).
+    """Return {"band", "prompts", "coverage", "verdict", "exit_code"} of the measured prompts (see `run.measure`).
 
     Each prompt that was run gets a verdict at every position of every run.
     """
@@ -131,8 +131,7 @@ def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
         ties["reference_tokens"] += prompt["changed"]["tokens"]
         judged.append(prompt | {"runs": runs})
     control = [value for prompt in run for value in prompt["control"]]
-    tokens = sum(one["tokens"] for prompt in run for one in prompt["runs"])
-    compared = sum(len(one["positions"]) for prompt in run for one in prompt["runs"])
+    texts = [one for prompt in run for one in prompt["runs"]]
     measured = {
         "largest": max(own, default=0.0),
         "band": band,
@@ -147,24 +146,17 @@ def conclude(prompts: Sequence[dict], rule: Rule) -> dict:
     coverage = {
         "prompts": len(run),
         "not_run": len(prompts) - len(run),
-        "tokens": tokens,
-        "compared": compared,
-        "same_text": sum(one["same_text"] for prompt in run for one in prompt["runs"]),
-        "runs": sum(len(prompt["runs"]) for prompt in run),
+        "tokens": sum(one["tokens"] for one in texts),
+        "compared": sum(len(one["positions"]) for one in texts),
+        "same_text": sum(one["same_text"] for one in texts),
+        "runs": len(texts),
         "control": len(control),
     }
     conclusion = _conclusion(rule, measured, counts, ties, coverage, control)
     for prompt in prompts:
         if prompt["reason"]:
             conclusion.add(INCONCLUSIVE, f"{prompt['id']}: not_run: {prompt['reason']}")
-    section = {
-        "band": measured,
-        "prompts": judged,
-        "counts": counts,
-        "ties": ties,
-        "coverage": coverage,
-    }
-    return conclusion.into(section)
+    return conclusion.into({"band": measured, "prompts": judged, "counts": counts, "ties": ties, "coverage": coverage})
 
 
 def _conclusion(rule: Rule, measured, counts, ties, coverage, control) -> Conclusion:

@@ -56,7 +56,7 @@ def run_servers(
     journal: str | None = None,
     progress: Callable | None = None,
 ) -> dict:
-    """The record of a run. Each prompt is one task of `concurrency` that run at once; one that fails is `not_run`.
+    """Return the record of a run: `concurrency` prompts run at once, and one that fails is `not_run`.
 
     journal: a file of finished prompts; a run that was killed goes on after them, and asks again for what was not run.
     Raises UsageError and Unsupported.
@@ -114,8 +114,8 @@ def _prompt(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> 
 
 
 def measure(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> dict:
-    """{"own": the reference's |differences| to itself, "changed": how many of the tokens that it decodes are not its
-    first when forced, "control": the |differences| of the two servers on forced text, "runs"}.
+    """Measure a prompt: {"own": the reference's |differences| to itself, "changed": how many of the tokens that it
+    decodes are not its first when forced, "control": the |differences| of the two servers on forced text, "runs"}.
 
     A run: {"tokens", "same_text", "positions", "ending"}; ending is set where it stopped and the reference goes on.
     """
@@ -161,7 +161,7 @@ def measure(server: Api, reference: Api, prompt: Prompt, settings: Settings) -> 
 
 
 def _ending(run: Completion, plain: Completion) -> dict | None:
-    """Where a run stopped though the reference goes on, as a position: what ended the text is no token of it."""
+    """Return where a run stopped though the reference goes on, as a position: what ended the text is no token of it."""
     n = len(run.tokens)
     if not run.ended or n >= len(plain.tokens) or plain.tokens[:n] != run.tokens:
         return None
@@ -171,8 +171,10 @@ def _ending(run: Completion, plain: Completion) -> dict | None:
 
 
 def score(api: Api, prompt: str, run: Completion, settings: Settings, *, echo: bool | None = None) -> list:
-    """(top, log-probability of the token) of the run's tokens after the same text, as far as the server cuts the text
-    into the same tokens. Raises Unsupported for `echo` where the server has none."""
+    """Return (top, log-probability of the token) of the run's tokens after the same text, where it is cut alike.
+
+    Raises Unsupported for `echo` where the server has none.
+    """
     if echo or settings.force != "steps":
         try:
             return _echoed(api, prompt, run, settings)
@@ -183,7 +185,7 @@ def score(api: Api, prompt: str, run: Completion, settings: Settings, *, echo: b
 
 
 def _echoed(api: Api, prompt: str, run: Completion, settings: Settings) -> list:
-    """One request: the text is the prompt, and one token more, since not every server takes 0."""
+    """Score in one request: the text is the prompt, and one token more, since not every server takes 0."""
     if not run.tokens:
         return []
     whole = api.complete(prompt + run.text, 1, settings.top, echo=True)
@@ -199,7 +201,7 @@ def _echoed(api: Api, prompt: str, run: Completion, settings: Settings) -> list:
 
 
 def _stepped(api: Api, prompt: str, run: Completion, settings: Settings) -> list:
-    """A request a token."""
+    """Score in a request a token."""
     found = []
     for place, token in enumerate(run.tokens):
         one = api.complete(prompt + "".join(run.tokens[:place]), 1, settings.top)
@@ -213,23 +215,16 @@ def _stepped(api: Api, prompt: str, run: Completion, settings: Settings) -> list
 
 
 def _tops(run: Completion) -> list[tuple[dict[str, float], float | None]]:
-    """Up to the first position without any."""
-    found = list(zip(run.tops, run.logprobs, strict=True))
-    return list(itertools.takewhile(lambda entry: entry[0], found))
+    """Return (top, log-probability of the token) up to the first position without any."""
+    return list(itertools.takewhile(lambda entry: entry[0], zip(run.tops, run.logprobs, strict=True)))
 
 
 def _prompt_length(whole: Completion, prompt: str) -> int:
-    """How many tokens the prompt is, by the length of their text."""
-    length = 0
-    for place, token in enumerate(whole.tokens):
-        if length >= len(prompt):
-            return place
-        length += len(token)
-    return len(whole.tokens)
+    """Return how many tokens the prompt is, by the length of their text."""
+    lengths = itertools.accumulate(map(len, whole.tokens), initial=0)
+    return next((place for place, length in enumerate(lengths) if length >= len(prompt)), len(whole.tokens))
 
 
 def _common(left: Sequence[str], right: Sequence[str]) -> int:
-    """How many tokens two texts have in common at their start."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )
+    """Return how many tokens two texts have in common at their start."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -13,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, need, need_text
+from ..base.files import parse_json
 from ..tree.draft_tree import DraftTree
+from ..tree.token_ids import token_ids
 
 FORMAT = "ddtree-trace/1"
 SUFFIX = ".safetensors"
@@ -34,10 +35,11 @@ STORED = {  # safetensors' names of what may stand in a file; bfloat16 is kept a
     "BOOL": np.dtype("?"),
     "U8": np.dtype("u1"),
 }
+LAYER = (
+    '[kind, [[operation, ...], ...]], operations such as ["conv", 4], ["state", "gated_delta"], '
+    '["attention", null, true]'
+)
 FLOATS, INTEGERS = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
-
-
-# --- what a trace holds -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,32 +58,25 @@ class Header:
     created: str | None = None
 
     def __post_init__(self):
-        for name in ("engine", "model"):
-            _text(f"header: {name}", getattr(self, name))
-        for name in ("engine_version", "created"):
-            if getattr(self, name) is not None:
-                _text(f"header: {name}", getattr(self, name))
-        if self.dtype not in DTYPES:
-            raise ValueError(f"header: dtype {self.dtype!r:.60}, expected one of {', '.join(DTYPES)}")
-        if not _whole(self.vocab_size) or not 2 <= self.vocab_size < 2**31:
-            raise ValueError(f"header: vocab_size {self.vocab_size!r:.60}, expected a number from 2 to 2^31 - 1")
-        if not isinstance(self.exact_control, bool):
-            raise ValueError(f"header: exact_control {self.exact_control!r:.60}, expected true or false")
-        if not isinstance(self.environment, dict):
-            raise ValueError(f"header: environment {self.environment!r:.60}, expected an object")
-        if self.layers is not None:
-            _check_layers(self.layers)
-        if self.sampling is not None and not isinstance(self.sampling, dict):
-            raise ValueError(f"header: sampling {self.sampling!r:.60}, expected an object such as {{'temperature': 1}}")
+        for name in ("engine", "model", "engine_version", "created"):
+            if getattr(self, name) is not None or name in ("engine", "model"):
+                need_text(f"header: {name}", getattr(self, name))
+        need(self.dtype in DTYPES, "header: dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        sized = _whole(self.vocab_size) and 2 <= self.vocab_size < 2**31
+        need(sized, "header: vocab_size", self.vocab_size, "a number from 2 to 2^31 - 1")
+        need(isinstance(self.exact_control, bool), "header: exact_control", self.exact_control, "true or false")
+        need(isinstance(self.environment, dict), "header: environment", self.environment, "an object")
+        need(isinstance(self.sampling, dict | None), "header: sampling", self.sampling, 'an object: {"temperature": 1}')
+        need(isinstance(self.layers, list | tuple | None), "header: layers", self.layers, "a list")
+        for place, layer in enumerate(self.layers or ()):
+            need(_is_layer(layer), f"header: layers[{place}] is", layer, LAYER)
 
     @classmethod
     def from_json(cls, data: object) -> Header:
-        """Other keys are left alone."""
-        if not isinstance(data, dict):
-            raise ValueError(f"header: got {type(data).__name__}, expected an object")
-        missing = [name for name in ("engine", "model", "dtype", "vocab_size") if name not in data]
-        if missing:
-            raise ValueError(f"header: no {missing[0]!r}, expected engine, model, dtype and vocab_size")
+        """Read a header; other keys are left alone."""
+        need(isinstance(data, dict), "header: got", data, "an object")
+        for name in ("engine", "model", "dtype", "vocab_size"):
+            need(name in data, "header: no", name, "engine, model, dtype and vocab_size")
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
         return cls(**{name: value for name, value in known.items() if value is not None or name != "environment"})
 
@@ -99,16 +94,16 @@ class Stored:
     at: int
 
     def read(self) -> np.ndarray:
-        """A copy; bfloat16 as its bits, uint16. Raises UsageError if the file has shrunk meanwhile."""
+        """Return a copy; bfloat16 as its bits, uint16. Raises UsageError if the file has shrunk meanwhile."""
         count = int(np.prod(self.shape, dtype=object)) if self.shape else 1
         try:
             with self.file.open("rb") as file:
-                found = np.fromfile(file, STORED[self.dtype], count, offset=self.at)
+                values = np.fromfile(file, STORED[self.dtype], count, offset=self.at)
         except OSError as error:
             raise UsageError(f"{self.file}: {error.strerror}, expected a readable file") from None
-        if found.size != count:
+        if values.size != count:
             raise UsageError(f"{self.file}: ended early, expected {count} values at byte {self.at}")
-        return found.reshape(self.shape)
+        return values.reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -164,17 +159,17 @@ class Step:
     commits: tuple[Committed, ...] = ()
 
     def of(self, mode: str) -> list[Pass]:
-        return [found for found in self.passes if found.mode == mode]
+        return [entry for entry in self.passes if entry.mode == mode]
 
     def order(self, mode: str) -> list[list[int]]:
-        """The nodes whose rows each pass of a mode is the first to hold, parents before children."""
-        seen: set[int] = set()
-        found = []
-        for one in self.of(mode):
-            fresh = sorted(node for node in one.nodes if node >= 0 and node not in seen)
-            seen |= set(fresh)
-            found += [fresh] if fresh else []
-        return found
+        """Return the nodes whose rows each pass of a mode is the first to hold, parents before children."""
+        covered: set[int] = set()
+        order = []
+        for entry in self.of(mode):
+            fresh = sorted(node for node in entry.nodes if node >= 0 and node not in covered)
+            covered |= set(fresh)
+            order += [fresh] if fresh else []
+        return order
 
 
 @dataclass(frozen=True)
@@ -188,14 +183,16 @@ class Trace:
 
     @cached_property
     def dtype(self) -> str:
-        """The coarsest of the dtype that was computed in and those that logits are stored in: the rounding there is."""
+        """Return the coarsest of the dtypes that were computed in and that logits are stored in."""
         stored = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
         order = ("float64", "float32", "float16", "bfloat16")
-        found = {self.header.dtype}
+        names = {self.header.dtype}
         for step in self.steps:
-            for one in step.passes:
-                found |= {stored[array.dtype] for name, array in one.arrays.items() if name in ("logits", "top_logits")}
-        return max(found, key=order.index)
+            for entry in step.passes:
+                names |= {
+                    stored[array.dtype] for name, array in entry.arrays.items() if name in ("logits", "top_logits")
+                }
+        return max(names, key=order.index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,9 +210,6 @@ class TopLogits:
         return TopLogits(self.ids[rows], self.values[rows], None if self.lse is None else self.lse[rows])
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Raw:
     """A step file whose container is sound: its header and step as JSON objects, nothing more is known of them."""
@@ -226,64 +220,46 @@ class Raw:
     arrays: dict[str, Stored]
 
 
-def _check_layers(layers: object) -> None:
-    kinds = {"conv": (2, 2), "state": (2, 2), "attention": (1, 3)}
-    for place, layer in enumerate(layers if isinstance(layers, list) else [None]):
-        good = isinstance(layer, (list, tuple)) and len(layer) == 2 and isinstance(layer[0], str)
-        good, ops = good and isinstance(layer[1], (list, tuple)), []
-        if good:
-            good = all(isinstance(branch, (list, tuple)) for branch in layer[1])
-            ops = [op for branch in layer[1] for op in branch] if good else []
-        for op in ops:
-            known = isinstance(op, (list, tuple)) and op and isinstance(op[0], str) and op[0] in kinds
-            good &= bool(known) and kinds[op[0]][0] <= len(op) <= kinds[op[0]][1]
-            if good and op[0] == "conv":
-                good = _whole(op[1]) and 1 <= op[1] <= 4096
-            elif good and op[0] == "state":
-                good = isinstance(op[1], str)
-            elif good:
-                good = (len(op) < 2 or op[1] is None or _whole(op[1])) and (len(op) < 3 or isinstance(op[2], bool))
-        if not good:
-            raise ValueError(
-                f"header: layers[{place}] is {layer!r:.80}, expected [kind, [[operation, ...], ...]], operations such "
-                'as ["conv", 4], ["state", "gated_delta"], ["attention", null, true]'
-            )
+def _is_layer(layer: object) -> bool:
+    match layer:
+        case [str(), [*branches]]:
+            return all(isinstance(branch, list | tuple) and all(map(_is_operation, branch)) for branch in branches)
+    return False
 
 
-def _json(what: str, text: str | bytes) -> dict:
-    """A JSON object; no NaN, no key twice. Raises ValueError naming `what`."""
+def _is_operation(operation: object) -> bool:
+    match operation:
+        case ["conv", width]:
+            return _whole(width) and 1 <= width <= 4096
+        case ["state", str()] | ["attention"]:
+            return True
+        case ["attention", window] | ["attention", window, bool()]:
+            return window is None or _whole(window)
+    return False
+
+
+def _json(what: str, text: bytes | str) -> dict:
+    """Return a JSON object; no NaN, no key twice. Raises ValueError naming `what`."""
 
     def once(pairs):
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError(f"{what}: a key stands twice in one object")
-        return found
-
-    def refuse(name):
-        raise ValueError(f"{what}: {name}, expected numbers that JSON knows")
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            raise ValueError("a key stands twice in one object")
+        return value
 
     def finite(digits):
-        return float(digits) if math.isfinite(float(digits)) else refuse(digits)
+        if not math.isfinite(float(digits)):
+            raise ValueError(f"a number is {digits}")
+        return float(digits)
 
-    try:
-        text = text if isinstance(text, str) else text.decode("utf-8")
-        found = json.loads(text, object_pairs_hook=once, parse_constant=refuse, parse_float=finite)
-    except UnicodeDecodeError:
-        raise ValueError(f"{what}: not UTF-8, expected JSON") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what}: {error.msg} at character {error.pos}, expected JSON") from None
-    except RecursionError:
-        raise ValueError(f"{what}: lists within lists without end, expected JSON of a few levels") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{what}: got {type(found).__name__}, expected a JSON object")
-    return found
-
-
-def _text(what: str, value: object) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{what} {value!r:.60}, expected a string that is not blank")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError(f"{what} {value!a:.60} holds half a surrogate pair, expected text")
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{what}: not UTF-8, expected JSON") from None
+    value = parse_json(text, what, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
+    need(isinstance(value, dict), f"{what}: got", value, "a JSON object")
+    return value
 
 
 def _whole(value: object) -> bool:
@@ -295,40 +271,32 @@ def _wholes(values: object) -> bool:
 
 
 def _tokens(what: str, values: object, vocab: int) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise ValueError(f"{what} {values!r:.60}, expected a list of token ids")
-    for place, value in enumerate(values):
-        if not _whole(value) or not 0 <= value < vocab:
-            raise ValueError(f"{what}: {value!r:.40} at {place}, expected a token id in 0..{vocab - 1}")
-    return tuple(values)
+    need(isinstance(values, list), what, values, "a list of token ids")
+    return token_ids(what, values, vocab) if values else ()
 
 
 def _host(array):
-    """Something numpy reads: a torch tensor is brought to the CPU."""
+    """Return what numpy reads: a torch tensor is brought to the CPU."""
     return array.detach().cpu() if hasattr(array, "detach") else array
 
 
 def _bits(what: str, array) -> tuple[str, np.ndarray]:
-    """safetensors' dtype and the values, a copy; bfloat16 as its bits. Torch is never imported, only met."""
+    """Return safetensors' dtype and the values, a copy; bfloat16 as its bits. Torch is never imported, only met."""
     array = _host(array)
     if str(getattr(array, "dtype", "")) == "torch.bfloat16":
-        found = array.contiguous().view(sys.modules["torch"].int16).numpy().view("<u2")
-        return "BF16", found.copy()
-    found = np.asarray(array)
-    if found.dtype.name == "bfloat16":  # of ml_dtypes
-        return "BF16", found.view("<u2").copy()
+        values = array.contiguous().view(sys.modules["torch"].int16).numpy().view("<u2")
+        return "BF16", values.copy()
+    values = np.asarray(array)
+    if values.dtype.name == "bfloat16":  # of ml_dtypes
+        return "BF16", values.view("<u2").copy()
     names = {"float64": "F64", "float32": "F32", "float16": "F16"}
-    if found.dtype.name not in names:
-        raise ValueError(f"trace: {what} is {found.dtype}, expected float32, bfloat16, float16 or float64")
-    return names[found.dtype.name], found.astype(STORED[names[found.dtype.name]], copy=True)
+    if values.dtype.name not in names:
+        raise ValueError(f"trace: {what} is {values.dtype}, expected float32, bfloat16, float16 or float64")
+    return names[values.dtype.name], values.astype(STORED[names[values.dtype.name]], copy=True)
 
 
 def widen(dtype: str, bits: np.ndarray) -> np.ndarray:
-    """Stored values as float32 or float64, exactly."""
+    """Return stored values as float32 or float64, exactly."""
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.astype(np.float64 if dtype == "F64" else np.float32)
-
-
-def _bits_wide(array) -> np.ndarray:
-    return widen(*_bits("lse", array))

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from ..base.files import now, runs
-from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _bits_wide, _host, _whole, widen
+from ..tree.token_ids import at_least
+from .model import FORMAT, LISTS, PART, STORED, SUFFIX, Header, Raw, Stored, _bits, _host, widen
 from .read import HEADER_BYTES, _same_header, parse_step, read_raw
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 class TraceWriter:
@@ -31,10 +30,9 @@ class TraceWriter:
         unknown = sorted(header.keys() - Header.__dataclass_fields__.keys())
         if unknown:
             raise ValueError(f"trace: unknown {unknown[0]!r}, expected {', '.join(Header.__dataclass_fields__)}")
-        if max_bytes is not None and (not _whole(max_bytes) or max_bytes < 1):
-            raise ValueError(f"trace: max_bytes {max_bytes!r:.40}, expected a number of at least 1")
-        if top is not None and (not _whole(top) or top < 2):
-            raise ValueError(f"trace: top {top!r:.40}, expected a number of at least 2")
+        for name, value, low in (("max_bytes", max_bytes, 1), ("top", top, 2)):
+            if value is not None:
+                at_least(low, f"trace: {name}", value)
         header.setdefault("created", now())
         self.header = Header(**header)
         self._text = json.dumps(self.header.to_json(), allow_nan=False)
@@ -77,7 +75,7 @@ class TraceWriter:
         round: int | None = None,
         source: Mapping | None = None,
     ) -> StepWriter:
-        """A step to add passes to. prompt_tokens is what is committed before the root; node 0 is the root."""
+        """Return a step to add passes to. prompt_tokens is what is committed before the root; node 0 is the root."""
         data = {
             "id": id,
             "request": request,
@@ -133,7 +131,7 @@ class TraceWriter:
         return True
 
     def _publish(self, part: Path) -> None:
-        """The part under the next free number; two writers of one folder do not overwrite each other."""
+        """Put the part under the next free number; two writers of one folder do not overwrite each other."""
         while True:
             target = self.path / f"{self._next:06d}{SUFFIX}"
             self._next += 1
@@ -168,7 +166,7 @@ class StepWriter:
         states: Mapping[tuple[int, str], object] | None = None,
         **lists,
     ) -> None:
-        """A pass. logits [rows, vocabulary], or top = (ids [rows, k], logits [rows, k], lse [rows] or None).
+        """Return a pass. logits [rows, vocabulary], or top = (ids [rows, k], logits [rows, k], lse [rows] or None).
 
         nodes: the node of each row, -1 for padding. width: rows of the pass as it was run. states: (layer, channel) ->
         [rows, ...]. processed [rows, vocabulary]: what the engine's own logit processors made of the rows. lists:
@@ -192,7 +190,7 @@ class StepWriter:
             ids, values, lse = (*top, None)[:3]
             arrays = {"top_ids": ("I64", np.array(_host(ids), dtype="<i8")), "top_logits": _bits("top", values)}
             if lse is not None:
-                arrays["lse"] = ("F64", np.array(_bits_wide(lse), dtype="<f8"))
+                arrays["lse"] = ("F64", np.array(widen(*_bits("lse", lse)), dtype="<f8"))
         if mask is not None:
             arrays["mask"] = ("BOOL", np.array(_host(mask)).astype(bool))
         if processed is not None:
@@ -213,7 +211,7 @@ class StepWriter:
         logits=None,
         pattern: str = "recorded",
     ) -> None:
-        """What stood after the path was committed. states: (layer, channel) -> as in `Committed`; position, probe and
+        """Add what stood after the path's commit. states: (layer, channel) -> as in `Committed`; position, probe and
         logits [probe, vocabulary] too. mode: of COMMITS. Raises ValueError."""
         number = len(self._data.setdefault("commits", []))
         entry = {"mode": mode, "path": _ints(path), "position": position, "probe": _ints(probe), "pattern": pattern}
@@ -224,13 +222,13 @@ class StepWriter:
         self._arrays |= {f"c{number}.{name}": array for name, array in arrays.items()}
 
     def accept(self, path: Sequence[int], bonus: int | None = None) -> None:
-        """What the engine accepted: node ids from the root on, and the token after them."""
+        """Return what the engine accepted: node ids from the root on, and the token after them."""
         self._data["accepted"] = _ints(path)
         if bonus is not None:
             self._data["bonus"] = int(bonus)
 
     def write(self) -> bool:
-        """Puts the step on the disk, whole; False if it was dropped for `max_bytes`. Raises ValueError, OSError."""
+        """Put the step on the disk, whole; False if it was dropped for `max_bytes`. Raises ValueError, OSError."""
         return self._writer._write(self._data, self._arrays)
 
 
@@ -249,7 +247,7 @@ def _ints(values) -> list[int]:
 
 
 def _reduced(stored: tuple[str, np.ndarray], top: int) -> dict[str, tuple[str, np.ndarray]]:
-    """The `top` largest of each row, largest first, and the log-sum-exp of the whole row."""
+    """Return the `top` largest of each row, largest first, and the log-sum-exp of the whole row."""
     dtype, bits = stored
     values = widen(dtype, bits)
     if values.ndim != 2:

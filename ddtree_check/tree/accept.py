@@ -24,12 +24,12 @@ class Accepted:
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens accepted; the root and the bonus token do not count."""
+        """Return how many drafted tokens are accepted; the root and the bonus token do not count."""
         return len(self.path) - 1
 
 
 def greedy_walk(tree: DraftTree, argmax) -> Accepted:
-    """From the root, descend while a child carries the target's next token; the first token with no child is the bonus.
+    """Descend from the root while a child carries the target's next token; the first without a child is the bonus.
 
     argmax [n]: integers, the target's next token at each node of the tree. Raises ValueError for any other array.
     """
@@ -42,7 +42,7 @@ def greedy_walk(tree: DraftTree, argmax) -> Accepted:
 
 
 def descend(tree: DraftTree, choose: Callable[[int], int]) -> Accepted:
-    """As `greedy_walk`, by whatever token `choose` gives at a node; it is asked along the path only."""
+    """Return as `greedy_walk`, by whatever token `choose` gives at a node; it is asked along the path only."""
     path = [0]
     while True:
         token = choose(path[-1])
@@ -53,7 +53,7 @@ def descend(tree: DraftTree, choose: Callable[[int], int]) -> Accepted:
 
 
 def compare_walks(tree: DraftTree, reference: Accepted, other: Accepted, tie_nodes: Iterable[int] = ()) -> dict:
-    """What `other` accepted, set against the reference, on the same tree.
+    """Return what `other` accepted, set against the reference, on the same tree.
 
     tie_nodes: nodes whose argmax changed within noise. Returns path, accepted and bonus of `other`; wrong_accept and
     wrong_reject, the node ids that only `other` or only the reference accepted; wrong_bonus, the same path with another
@@ -94,11 +94,11 @@ def accept_nodes(tree: DraftTree, patterns: Sequence[str]) -> dict[int, str]:
         "branch": [max(aside, key=lambda node: (tree.depth[node], -node))] if aside else [],
         "every": range(len(tree)),
     }
-    found: dict[int, str] = {}
+    nodes: dict[int, str] = {}
     for pattern in patterns:
         for node in named.get(pattern) or ([] if pattern in named else [_path_end(tree, pattern)]):
-            found.setdefault(node, pattern)
-    return found
+            nodes.setdefault(node, pattern)
+    return nodes
 
 
 def is_pattern(pattern: str) -> bool:

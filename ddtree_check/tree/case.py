@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.errors import named
-from ..base.files import json_lines, parse_json, read_text, write_text
+from ..base.errors import named, need_text
+from ..base.files import json_lines, parse_json, read_text
 from .draft_tree import DraftTree
 from .formats import tree_from_json
 from .token_ids import token_ids
@@ -28,7 +27,7 @@ class Case:
     source: dict
 
     def __post_init__(self):
-        _name("case", self.id)
+        need_text("case: id", self.id)
         object.__setattr__(self, "prompt_tokens", token_ids(f"case {self.id}: prompt_tokens", self.prompt_tokens))
         if not isinstance(self.source, dict):
             raise ValueError(f"case {self.id}: source {self.source!r:.60}, expected a dict")
@@ -38,52 +37,21 @@ class Case:
             raise ValueError(f"case {self.id}: source holds no JSON ({error})") from None
 
     def to_json(self) -> dict:
-        """{"id", "prompt_tokens", "tree": {"tokens", "parents", "source"}}, as in record.json."""
+        """Return {"id", "prompt_tokens", "tree": {"tokens", "parents", "source"}}, as in record.json."""
         tree = self.tree.to_json() | {"source": self.source}
         return {"id": self.id, "prompt_tokens": list(self.prompt_tokens), "tree": tree}
 
-    @classmethod
-    def from_json(cls, data: object) -> Case:
-        """The inverse of to_json; other keys, such as a record's results, are left alone."""
-        if not isinstance(data, dict) or not {"id", "prompt_tokens", "tree"} <= data.keys():
-            raise ValueError(f"case: got {data!r:.60}, expected an object with 'id', 'prompt_tokens' and 'tree'")
-        if not isinstance(data["prompt_tokens"], list):
-            raise ValueError(f"case: prompt_tokens {data['prompt_tokens']!r:.60}, expected a list of token ids")
-        tree = DraftTree.from_json(data["tree"])
-        return cls(data["id"], tuple(data["prompt_tokens"]), tree, data["tree"].get("source", {}))
-
 
 def check_vocab(case: Case, vocab_size: int) -> None:
-    """Raises ValueError naming the first prompt token or node whose token id is not below `vocab_size`."""
+    """Raise ValueError naming the first prompt token or node whose token id is not below `vocab_size`."""
     token_ids(f"case {case.id}: prompt", case.prompt_tokens, vocab_size)
     for node, token in enumerate(case.tree.tokens):
         if token is not None and token >= vocab_size:
             raise ValueError(f"case {case.id}: node {node} has token {token}, expected 0..{vocab_size - 1}")
 
 
-def load_cases(path: str | Path) -> list[Case]:
-    """Cases from JSON lines, at least one, each with an id of its own. Raises ValueError naming file and line."""
-    cases, seen = [], set()
-    for line, data in json_lines(path):
-        with named(f"{path}:{line}"):
-            cases.append(Case.from_json(data))
-            _distinct(cases[-1].id, seen)
-    return cases
-
-
-def save_cases(path: str | Path, cases: Sequence[Case]) -> None:
-    """Writes JSON lines that load_cases reads. A run killed meanwhile leaves the old file or the new one, whole."""
-    if not cases:
-        raise ValueError(f"{path}: no cases to save, expected at least one")
-    seen: set[str] = set()
-    for case in cases:
-        _distinct(case.id, seen)
-    text = "".join(json.dumps(case.to_json()) + "\n" for case in cases)
-    write_text(path, text)
-
-
 def load_tree(path: str | Path) -> DraftTree:
-    """A tree from a JSON file {"tokens": [...], "parents": [...]}, or in another form of `formats.tree_from_json`.
+    """Return the tree of a JSON file, {"tokens": [...], "parents": [...]} or another form of `formats.tree_from_json`.
 
     Raises ValueError naming the file and the node.
     """
@@ -101,19 +69,17 @@ class Prompt:
     token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        _name("prompt", self.id)
+        need_text("prompt: id", self.id)
         if (self.text is None) == (self.token_ids is None):
             raise ValueError(f"prompt {self.id}: expected either 'text' or 'token_ids'")
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", token_ids(f"prompt {self.id}: token_ids", self.token_ids))
-        elif not isinstance(self.text, str) or not self.text.strip():
-            raise ValueError(f"prompt {self.id}: text {self.text!r:.60}, expected a string that is not blank")
-        elif any("\ud800" <= letter <= "\udfff" for letter in self.text):
-            raise ValueError(f"prompt {self.id}: text holds half a surrogate pair, expected text that UTF-8 can hold")
+        else:
+            need_text(f"prompt {self.id}: text", self.text)
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts from a file: JSON lines if its name ends in .jsonl, else all of it is the text of one prompt.
+    """Return the prompts of a file: JSON lines if its name ends in .jsonl, else all of it is the text of one prompt.
 
     A line holds {"text": ...} or {"token_ids": [...]} and may hold an "id", else it is named after file and line. CR LF
     in a text file is read as LF, and one newline at its end is dropped. Raises ValueError naming the file and the line.
@@ -124,11 +90,14 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         if not text.strip():
             raise ValueError(f"{path}: empty, expected the text of a prompt")
         return [Prompt(path.stem, text)]
-    prompts, seen = [], set()
+    prompts, ids = [], set()
     for line, data in json_lines(path):
         with named(f"{path}:{line}"):
-            prompts.append(_prompt(data, f"{path.stem}-{line}"))
-            _distinct(prompts[-1].id, seen)
+            prompt = _prompt(data, f"{path.stem}-{line}")
+            if prompt.id in ids:
+                raise ValueError(f"id {prompt.id!r:.60} twice, expected an id for each")
+            ids.add(prompt.id)
+            prompts.append(prompt)
     return prompts
 
 
@@ -138,16 +107,3 @@ def _prompt(data: object, name: str) -> Prompt:
     if not isinstance(data.get("token_ids", []), list):
         raise ValueError(f"prompt: token_ids {data['token_ids']!r:.60}, expected a list of token ids")
     return Prompt(data.get("id", name), data.get("text"), data.get("token_ids"))
-
-
-def _name(what: str, value: object) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{what}: id {value!r:.60}, expected a string that is not blank")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError(f"{what}: id {value!a:.60} holds half a surrogate pair, expected text")
-
-
-def _distinct(name: str, seen: set[str]) -> None:
-    if name in seen:
-        raise ValueError(f"id {name!r:.60} twice, expected an id for each")
-    seen.add(name)

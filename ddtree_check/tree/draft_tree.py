@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -17,17 +17,19 @@ class DraftTree:
 
     tokens[i] is node i's token id; node 0 is the root, the last committed token, and may be None in a tree that has
     not met its prompt yet (`with_root` fills it in). parents[i] is the node that node i continues, `parents[0] == -1`.
-    A parent has at most one child with a given token.
+    A parent has at most one child with a given token. n: how many nodes there are.
 
     Raises ValueError naming the node, the value and what was expected.
     """
 
     tokens: tuple[int | None, ...]
     parents: tuple[int, ...]
+    n: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", tuple(_whole(self.tokens, "token", none_at=0)))
         object.__setattr__(self, "parents", tuple(_whole(self.parents, "parent")))
+        object.__setattr__(self, "n", len(self.tokens))
         if len(self.tokens) != len(self.parents):
             raise ValueError(
                 f"tree: {len(self.tokens)} tokens and {len(self.parents)} parents; expected one parent per token"
@@ -36,7 +38,7 @@ class DraftTree:
             raise ValueError("tree: no nodes; expected at least the root")
         if self.parents[0] != COMMITTED:
             raise ValueError(f"tree: node 0 has parent {self.parents[0]}, expected -1; node 0 is the root")
-        seen: dict[tuple[int, int], int] = {}
+        first: dict[tuple[int, int], int] = {}
         for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True)):
             if token is not None and token < 0:
                 raise ValueError(f"tree: node {node} has token {token}, expected a token id >= 0")
@@ -48,7 +50,7 @@ class DraftTree:
                 raise ValueError(
                     f"tree: node {node} has parent {parent}, expected 0..{node - 1}; list parents before children"
                 )
-            twin = seen.setdefault((parent, token), node)
+            twin = first.setdefault((parent, token), node)
             if twin != node:
                 raise ValueError(
                     f"tree: nodes {twin} and {node} are both token {token} under parent {parent}; "
@@ -56,25 +58,25 @@ class DraftTree:
                 )
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.n
 
     @classmethod
     def chain(cls, tokens: Sequence[int | None]) -> DraftTree:
-        """A tree in which every node continues the one before it."""
+        """Return a tree in which every node continues the one before it."""
         return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
     @cached_property
     def depth(self) -> tuple[int, ...]:
-        """Edges to the root, per node."""
+        """Return the edges to the root, per node."""
         return tuple(depths(self.parents))
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Child nodes of each node, ascending."""
-        found: list[list[int]] = [[] for _ in self.tokens]
+        """Return the child nodes of each node, ascending."""
+        children: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents[1:], start=1):
-            found[parent].append(node)
-        return tuple(map(tuple, found))
+            children[parent].append(node)
+        return tuple(map(tuple, children))
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
@@ -82,37 +84,37 @@ class DraftTree:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes of each depth, ascending: a parent is always in an earlier level."""
-        found: list[list[int]] = [[] for _ in range(max(self.depth) + 1)]
+        """Return the nodes of each depth, ascending: a parent is always in an earlier level."""
+        levels: list[list[int]] = [[] for _ in range(max(self.depth) + 1)]
         for node, depth in enumerate(self.depth):
-            found[depth].append(node)
-        return tuple(map(tuple, found))
+            levels[depth].append(node)
+        return tuple(map(tuple, levels))
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         if not 0 <= node < len(self):
             raise ValueError(f"tree: path of node {node}, expected 0..{len(self) - 1}")
-        found = [node]
-        while self.parents[found[-1]] != COMMITTED:
-            found.append(self.parents[found[-1]])
-        return tuple(reversed(found))
+        path = [node]
+        while self.parents[path[-1]] != COMMITTED:
+            path.append(self.parents[path[-1]])
+        return tuple(reversed(path))
 
     def path_tokens(self, node: int) -> tuple[int | None, ...]:
         return tuple(self.tokens[step] for step in self.path(node))
 
     @cached_property
     def ancestor_mask(self) -> np.ndarray:
-        """bool [n, n], read-only: `mask[i, j]` is true when j is i or an ancestor of i."""
+        """Return bool [n, n], read-only: `mask[i, j]` is true when j is i or an ancestor of i."""
         return ancestors(self.parents)
 
     @cached_property
     def leaked(self) -> tuple[int, ...]:
-        """Foreign tokens that node i absorbs when states run in flat order: i - depth(i)."""
+        """Return the foreign tokens that node i absorbs when states run in flat order: i - depth(i)."""
         return tuple(node - depth for node, depth in enumerate(self.depth))
 
     @cached_property
     def clean(self) -> tuple[int, ...]:
-        """Nodes that a flat run leaves alone: everything before them is their own path."""
+        """Return the nodes that a flat run leaves alone: everything before them is their own path."""
         return tuple(node for node, leaked in enumerate(self.leaked) if leaked == 0)
 
     @property
@@ -120,11 +122,11 @@ class DraftTree:
         return len(self.clean) == len(self)
 
     def with_root(self, token: int) -> DraftTree:
-        """The same tree behind another last committed token."""
+        """Return the same tree behind another last committed token."""
         return DraftTree((token, *self.tokens[1:]), self.parents)
 
     def reordered(self, order: str | Sequence[int]) -> tuple[DraftTree, tuple[int, ...]]:
-        """The same tree in another flat order, and the old index of each new node.
+        """Return the same tree in another flat order, and the old index of each new node.
 
         order: 'breadth', 'depth' (first child first) or a permutation that keeps parents before children.
         """
@@ -150,7 +152,7 @@ class DraftTree:
 
     @classmethod
     def from_json(cls, data: object) -> DraftTree:
-        """Reads {"tokens": [...], "parents": [...]}; tokens[0] may be null."""
+        """Read {"tokens": [...], "parents": [...]}; tokens[0] may be null."""
         if not isinstance(data, dict) or not {"tokens", "parents"} <= data.keys():
             raise ValueError(f"tree: got {_short(data)}, expected an object with 'tokens' and 'parents'")
         if not isinstance(data["tokens"], list) or not isinstance(data["parents"], list):
@@ -159,15 +161,19 @@ class DraftTree:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Edges from each node to the end of its parent links (any negative parent)."""
-    found: list[int] = []
+    """Return the edges from each node to the end of its parent links (any negative parent)."""
+    edges: list[int] = []
     for parent in parents:
-        found.append(found[parent] + 1 if parent >= 0 else 0)
-    return found
+        edges.append(edges[parent] + 1 if parent >= 0 else 0)
+    return edges
 
 
-def ancestors(parents: Sequence[int]) -> np.ndarray:
-    """bool [n, n], read-only: j is i or is reached from i through `parents` (each below its node, or negative)."""
+@lru_cache(maxsize=8)
+def ancestors(parents: tuple[int, ...]) -> np.ndarray:
+    """Return bool [n, n], read-only: j is i or is reached from i through `parents` (each below its node, or negative).
+
+    The last few are kept, since every layer of a pass asks for the same one.
+    """
     mask = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -177,7 +183,7 @@ def ancestors(parents: Sequence[int]) -> np.ndarray:
 
 
 def merge(trees: Sequence[DraftTree]) -> tuple[DraftTree, list[tuple[int, ...]]]:
-    """One tree that holds every path of `trees` once, and for each tree the place of its nodes in it.
+    """Return one tree that holds every path of `trees` once, and for each tree the place of its nodes in it.
 
     The roots must carry the same token. Lets a reference be decoded once for several draft budgets.
     """

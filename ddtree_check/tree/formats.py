@@ -35,7 +35,7 @@ class Links:
 
 
 def to_links(tree: DraftTree, rows: int | None = None) -> Links:
-    """Links [D] of one tree, D = `rows` or the number of nodes. Raises ValueError for fewer rows than nodes."""
+    """Return links [D] of one tree, D = `rows` or the number of nodes. Raises ValueError for fewer rows than nodes."""
     rows = _rows(tree, rows)
     next_token, next_sibling = np.full((2, rows), NONE, dtype=np.int64)
     for node, children in enumerate(tree.children):
@@ -46,7 +46,7 @@ def to_links(tree: DraftTree, rows: int | None = None) -> Links:
 
 
 def to_batch_links(trees: Sequence[DraftTree], rows: int | None = None) -> Links:
-    """Links [b, D] of b trees, D = `rows` or the nodes of the largest. Raises ValueError for no trees, too few rows."""
+    """Return links [b, D] of b trees, D = `rows` or the largest's nodes. Raises ValueError for too few rows."""
     if not trees:
         raise ValueError("links: no trees, expected at least one")
     rows = max(map(len, trees)) if rows is None else rows
@@ -59,7 +59,7 @@ def to_batch_links(trees: Sequence[DraftTree], rows: int | None = None) -> Links
 
 
 def from_links(next_token, next_sibling, tokens: Sequence[int | None], count: int | None = None) -> DraftTree:
-    """The tree behind next_token and next_sibling, integers [D], and tokens [D]; the first `count` rows are nodes.
+    """Return the tree of next_token and next_sibling, integers [D], and tokens [D]; `count` rows are nodes.
 
     Padding rows may be unlinked or stand at the end of the root's children; they are dropped. Raises ValueError naming
     the node: a link that leads nowhere, does not ascend (a descending sibling list, a cycle) or reaches padding from
@@ -97,111 +97,11 @@ def from_links(next_token, next_sibling, tokens: Sequence[int | None], count: in
     return DraftTree(tokens[:count], tuple(parents))
 
 
-def from_batch_links(links: Links, tokens, counts: Sequence[int] | None = None) -> list[DraftTree]:
-    """The trees behind links [b, D] and tokens [b, D]. Raises ValueError naming the request as well."""
-    index = _integers("retrieve_index", links.retrieve_index)
-    if index.ndim != 2 or len(tokens) != len(index) or (counts is not None and len(counts) != len(index)):
-        raise ValueError(
-            f"links: retrieve_index {list(index.shape)} with tokens for {len(tokens)} requests; "
-            "expected [requests, rows], tokens and a count for each"
-        )
-    wrong = np.argwhere(index != np.arange(index.size).reshape(index.shape))
-    if len(wrong):
-        request, row = wrong[0]
-        raise ValueError(
-            f"links: request {request} node {row} has retrieve_index {index[request, row]}, "
-            f"expected {request * index.shape[1] + row}"
-        )
-    trees = []
-    for request in range(len(index)):
-        try:
-            trees.append(
-                from_links(
-                    links.next_token[request],
-                    links.next_sibling[request],
-                    tokens[request],
-                    None if counts is None else counts[request],
-                )
-            )
-        except ValueError as error:
-            raise ValueError(f"request {request}: {error}") from None
-    return trees
-
-
-# --- ancestor masks ---------------------------------------------------------------------------------------------------
-
-
-def to_mask(tree: DraftTree, prefix: int = 0, rows: int | None = None) -> np.ndarray:
-    """bool [D, prefix + D], true where a row may look: the whole prefix, its ancestors, itself. prefix 0 gives D x D.
-
-    D = `rows` or the number of nodes; a padding row sees what a child of the root would.
-    """
-    rows = _rows(tree, rows)
-    block = np.eye(rows, dtype=bool)
-    block[:, 0] = True
-    block[: len(tree), : len(tree)] = tree.ancestor_mask
-    return np.hstack([np.ones((rows, _prefix(prefix)), dtype=bool), block])
-
-
-def from_mask(mask, tokens: Sequence[int | None], prefix: int = 0, count: int | None = None) -> DraftTree:
-    """The tree behind a mask, bool [D, prefix + D], and tokens [D]; the first `count` rows are nodes.
-
-    A row's parent is the highest earlier row it sees. Raises ValueError naming the row: it misses itself or the prefix,
-    sees a later row or none before it, or sees other rows than its parent does.
-    """
-    mask, tokens, prefix = np.asarray(mask), tuple(tokens), _prefix(prefix)
-    if mask.dtype != bool or mask.shape != (len(tokens), prefix + len(tokens)):
-        raise ValueError(
-            f"mask: {mask.dtype} {list(mask.shape)}, expected bool {[len(tokens), prefix + len(tokens)]} for "
-            f"{len(tokens)} tokens behind a prefix of {prefix}"
-        )
-    count = _count("mask", count, len(tokens))
-    block, parents = mask[:, prefix:], [COMMITTED]
-    for row in range(count):
-        seen = np.flatnonzero(block[row])
-        unseen = np.flatnonzero(~mask[row, :prefix])
-        if len(unseen):
-            raise ValueError(f"mask: row {row} does not see prefix column {unseen[0]}, expected the whole prefix")
-        if not block[row, row]:
-            raise ValueError(f"mask: row {row} does not see itself")
-        if seen[-1] > row:
-            raise ValueError(f"mask: row {row} sees row {seen[-1]}, expected no later row")
-        if row == 0:
-            continue
-        if len(seen) == 1:
-            raise ValueError(f"mask: row {row} sees no earlier row, expected its parent; only row 0 is a root")
-        parent = int(seen[-2])
-        odd = np.flatnonzero(block[row, :row] != block[parent, :row])
-        if len(odd):
-            verb = "sees" if block[row, odd[0]] else "does not see"
-            raise ValueError(
-                f"mask: row {row} {verb} row {odd[0]}, unlike its parent, row {parent}; expected nested ancestors"
-            )
-        parents.append(parent)
-    return DraftTree(tokens[:count], tuple(parents))
-
-
 # --- DDTree traces ----------------------------------------------------------------------------------------------------
 
 
-def to_trace(tree: DraftTree, path: Sequence[int]) -> dict:
-    """One verified round as DDTree's tools write it; lists of integers only.
-
-    accepted_indices: the accepted `path`, from the root on. node_token_ids, node_depths [B]: the drafted nodes, the
-    root left out, its children at depth 1. parents [B + 1]: with the root. root_token: the root's token or None.
-    Raises ValueError if `path` is no path from the root.
-    """
-    return {
-        "accepted_indices": list(_accepted(tree, path)),
-        "node_token_ids": list(tree.tokens[1:]),
-        "node_depths": list(tree.depth[1:]),
-        "parents": list(tree.parents),
-        "root_token": tree.tokens[0],
-    }
-
-
 def from_trace(trace: dict) -> tuple[DraftTree, tuple[int, ...]]:
-    """The tree and the accepted path of one trace; root_token may be missing. Raises ValueError naming the node."""
+    """Return the tree and the accepted path of one trace; root_token may be missing. Raises ValueError."""
     keys = ("accepted_indices", "node_token_ids", "node_depths", "parents")
     missing = [key for key in keys if not isinstance(trace, dict) or not isinstance(trace.get(key), (list, tuple))]
     if missing:
@@ -217,7 +117,7 @@ def from_trace(trace: dict) -> tuple[DraftTree, tuple[int, ...]]:
 
 
 def _accepted(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
-    """`path`, checked: the root, then each time a child."""
+    """Return `path`, checked: the root, then each time a child."""
     if odd := [node for node in path if not isinstance(node, int | np.integer) or isinstance(node, bool)]:
         raise ValueError(f"trace: accepted path holds {odd[0]!r:.40}, expected nodes")
     if not path or path[0] != 0:
@@ -231,17 +131,8 @@ def _accepted(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
 # --- path sets --------------------------------------------------------------------------------------------------------
 
 
-def to_paths(tree: DraftTree) -> list[tuple[int | None, ...]]:
-    """The tokens of every root-to-leaf path, the root's included, leaves in depth-first order (as llama.cpp sequences).
-
-    The flat order is lost: `from_paths(to_paths(tree))` is the tree in depth-first order.
-    """
-    depth_first, _ = tree.reordered("depth")
-    return [depth_first.path_tokens(leaf) for leaf in depth_first.leaves]
-
-
 def from_paths(paths: Sequence[Sequence[int | None]]) -> DraftTree:
-    """The tree that holds each path once, nodes in order of first appearance; all paths begin with the root's token.
+    """Return the tree that holds each path once, nodes in order of appearance; paths begin with the root's token.
 
     Raises ValueError naming the path that is empty, has another root, or lies within another path.
     """
@@ -274,14 +165,14 @@ def from_paths(paths: Sequence[Sequence[int | None]]) -> DraftTree:
 
 
 def is_tree(data: object) -> bool:
-    """Whether a JSON value has the keys of a tree in one of the forms that `tree_from_json` reads."""
+    """Return whether a JSON value has the keys of a tree in one of the forms that `tree_from_json` reads."""
     return isinstance(data, dict) and (
         "paths" in data or "node_token_ids" in data or {"tokens", "parents"} <= data.keys()
     )
 
 
 def tree_from_json(data: object) -> DraftTree:
-    """A tree as {"tokens", "parents"}, as one round of a DDTree trace, or as {"paths": [[...], ...]}.
+    """Return a tree as {"tokens", "parents"}, as one round of a DDTree trace, or as {"paths": [[...], ...]}.
 
     Raises ValueError naming the node, the path, or the keys that are missing.
     """
@@ -312,12 +203,6 @@ def _count(what: str, count: int | None, rows: int) -> int:
     if not 1 <= count <= rows:
         raise ValueError(f"{what}: count {count} of {rows} rows, expected 1..{rows}")
     return int(count)
-
-
-def _prefix(prefix: int) -> int:
-    if prefix < 0:
-        raise ValueError(f"mask: prefix {prefix}, expected 0 or more")
-    return prefix
 
 
 def _integers(what: str, values) -> np.ndarray:

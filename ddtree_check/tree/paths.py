@@ -17,22 +17,22 @@ class Path:
 
 
 def leaf_paths(tree: DraftTree, limit: int | None = None) -> list[Path]:
-    """Root-to-leaf paths in flat order of their leaves; with a limit, the fixed sample that covers most nodes."""
+    """Return root-to-leaf paths in flat order of their leaves; with a limit, the sample that covers most nodes."""
     paths = [tree.path(leaf) for leaf in tree.leaves]
     if limit is not None and limit < len(paths):
-        left, chosen, held = list(paths), [], set()
+        left, chosen, covered = list(paths), [], set()
         for _ in range(limit):
-            best = max(left, key=lambda path: (len(set(path) - held), -path[-1]))
+            best = max(left, key=lambda path: (len(set(path) - covered), -path[-1]))
             left.remove(best)
             chosen.append(best)
-            held |= set(best)
+            covered |= set(best)
         paths = sorted(chosen, key=lambda path: path[-1])
-    seen: set[int] = set()
-    found = []
+    owned: set[int] = set()
+    result = []
     for path in paths:
-        found.append(Path(path, tuple(place for place, node in enumerate(path) if node not in seen)))
-        seen |= set(path)
-    return found
+        result.append(Path(path, tuple(place for place, node in enumerate(path) if node not in owned)))
+        owned |= set(path)
+    return result
 
 
 def padded_chain(tree: DraftTree, path: Sequence[int], rows: int = 0) -> DraftTree:

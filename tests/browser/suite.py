@@ -66,7 +66,7 @@ def test_hovering_shows_the_figures_of_a_node(tmp_path):
             ".getBoundingClientRect(); return [at.x + at.width / 2, at.y + at.height / 2]; })()"
         )
         page("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
-        page.until("document.querySelector('.hoverlayer')?.textContent.includes('node 0')")
+        page.until("document.querySelector('.hoverlayer')?.textContent.includes('node: 0')")
         assert "tree_forked: pass" in page.value("document.querySelector('.hoverlayer').textContent")
 
 

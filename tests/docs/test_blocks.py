@@ -8,8 +8,8 @@
     ```json reader=NAME   is read by that reader of ours (READERS); toml and jsonl likewise. file=NAME writes it as well
     ```text               a drawing, a formula or a list: holds no command
 
-In what is shown "..." stands for anything. A number with an exponent is rounding noise and matches any such number;
-other numbers with a point must agree within 5 %.
+In what is shown "..." stands for anything, lines too that continue a sentence. A number with an exponent is rounding
+noise and matches any such number; other numbers with a point must agree within 5 %.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def shows(printed: str, lines: list[str]) -> str | None:
                 expected.append(piece)
                 row += rf"({NUMBER})"
             else:
-                row += {"...": r".*?"}.get(piece, r"-+" if piece.startswith("---") else re.escape(piece))
+                row += {"...": r".*?(?:\n  \S.*?)*?"}.get(piece, r"-+" if piece.startswith("---") else re.escape(piece))
                 if piece.isspace():
                     row = row.removesuffix(re.escape(piece)) + r"\s+"
         pattern.append(rf"[^\S\n]*{row}[^\S\n]*\n")
@@ -283,3 +283,4 @@ def test_what_is_shown_is_held_to_what_is_printed():
     assert shows(printed, ["name worst", "verdict: ..."])
     assert shows(printed, ["ab 3.1"])
     assert shows(printed, ["... 1.5 nodes"]) == "1.5, got 2.06"
+    assert shows("a b\n  c\nd", ["a ...", "d"]) is None and shows("a b\nc\nd", ["a ...", "d"])

@@ -293,8 +293,8 @@ def test_states_of_other_weights_blame_no_commit(tmp_path):
 
 
 WRONG_ENTRIES = [
-    pytest.param({"path": [0, 5]}, "expected the node ids of a path", id="no-path"),
-    pytest.param({"path": []}, "expected the node ids of a path", id="empty"),
+    pytest.param({"path": [0, 5]}, "expected the path to its last node", id="no-path"),
+    pytest.param({"path": []}, "expected node ids from 0", id="empty"),
     pytest.param({"mode": "own"}, "mode 'own', expected one of prefill", id="mode"),
     pytest.param({"states": {}}, "holds no state", id="no-state"),
     pytest.param({"probe": [1, 2]}, "expected one row of", id="probe-without-logits"),

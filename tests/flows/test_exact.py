@@ -181,7 +181,7 @@ def test_the_verdict_of_a_tree():
     assert exact(right).verdict == "pass" and exact(right).reason == "1 node certified"
     assert exact(right, stays).verdict == "open"
     assert exact(right, stays).reason == (
-        "1 of 2 nodes not certified: node 1 equals its path as a chain in 0 of 4 draws, and in 1 of 6 where it stands "
+        "1 of 2 nodes not certified: node 1 equals its path as a chain in 0 of 4 draws, in 1 of 6 where it stands "
         "elsewhere"
     )
     off = exact(right, stays, replace(wrong, reads=(), through=0), wrong)
@@ -398,3 +398,17 @@ def test_a_control_that_moves_other_nodes_than_the_law_says_proves_nothing():
     record = checked(engine)
     assert record["cases"][0]["exact"]["law"]["outside"] == [1] and record["exit_code"] == 2
     assert any("the unforked control is off" in reason for reason in record["verdict"]["reasons"])
+
+
+def last_row_otherwise(logits, tree, wiring):
+    """Round the last row another way, whatever stands there, as the last row of a tile may be."""
+    return torch.cat([logits[:-1], logits[-1:] * 1.01])
+
+
+def test_a_row_that_is_computed_otherwise_whatever_stands_there_is_no_fault_of_its_node():
+    found = run(Faulty(models.engine("qwen3_5_text", "bfloat16"), logits=last_row_otherwise), control=None)
+    last = len(TREE) - 1
+    assert found.verdict == "open" and found.of("open") == (last,) and not found.of("moved")
+    evidence = found.nodes[last]
+    assert evidence.equal.count == 0 and evidence.others.of >= 8 and evidence.others.count == 0
+    assert "other nodes in its row in 0 of" in found.reason

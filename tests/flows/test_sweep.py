@@ -151,8 +151,8 @@ def test_the_command(tmp_path, capsys):
     assert main(["show", str(file), "--format", "json"]) == 0 and json.loads(capsys.readouterr().out) == record
     for extra, line in {
         ("--case", "one"): "a record of sweep, which has no cases; show it whole",
-        ("--prompt", "one"): "is a record of sweep, expected no --prompt, and --format table or json",
-        ("--format", "csv"): "is a record of sweep, expected no --prompt, and --format table or json",
+        ("--prompt", "one"): "holds no rounds; expected a record of generate or of compare --rounds",
+        ("--format", "csv"): "format: got csv, expected table, markdown or json",
     }.items():
         assert main(["show", str(file), *extra]) == 3 and line in capsys.readouterr().err
     file.write_text(json.dumps(record | {"rows": None}))

@@ -22,10 +22,11 @@ from ddtree_check.engines.registry import find_engine
 from ddtree_check.flows.job import Job
 from ddtree_check.gate import cells as gate_cells
 from ddtree_check.gate import history
-from ddtree_check.gate.baseline import Baseline, Metric, envelope, load_baseline, metrics, outside, write_baseline
+from ddtree_check.gate.baseline import Baseline, Bounds, envelope, load_baseline, outside, write_baseline
 from ddtree_check.gate.cells import CellResult, run_cell, slug
 from ddtree_check.gate.config import Cell, fingerprint, load_config, validate
 from ddtree_check.gate.run import run_gate
+from ddtree_check.judge.figures import Metric, metrics
 from ddtree_check.report.record import write_record
 from tests import tiny
 from tests.gate_process import run_by_hand
@@ -237,7 +238,7 @@ def test_the_figures_of_a_record():
 
 
 def test_a_baseline_comes_back_as_it_was():
-    baseline = Baseline("2026-01-01", {"device": "cpu"}, {"a": {"x": (None, 1.5), "y": (0.25, 0.5)}})
+    baseline = Baseline("2026-01-01", {"device": "cpu"}, {"a": {"x": Bounds(None, 1.5), "y": Bounds(0.25, 0.5)}})
     assert load_baseline("baseline.json") is None
     write_baseline("baseline.json", baseline)
     assert load_baseline("baseline.json") == baseline
@@ -683,7 +684,6 @@ def test_nights_come_back_as_they_were_and_once():
         history.store("h.db", night_)
     assert history.nights("h.db", "g", 9) == [first, second] and history.nights("h.db", "g", 1) == [second]
     assert history.nights("h.db", "g", 9, but="2") == [first] and history.nights("h.db", "other", 9) == []
-    assert history.series([first, second], "a", "x") == [(first.started, 0.25), (second.started, 0.25)]
     assert history.nights("none.db", "g", 9) == [] and not Path("none.db").exists()
 
 

@@ -86,10 +86,10 @@ def test_a_tree_shows_parents_what_was_read_paths_and_verdicts():
 def test_hovering_has_every_figure_of_a_node():
     figure = figures(html.render(hand_record("a/3")))["record-case-0"]
     text = trace(figure, "nodes")["hovertext"][3].split("<br>")
-    assert text[0].startswith("node 3 ") and "parent 1, depth 2" in text[0]
-    assert text[1] == "tree_unforked reads node 2: 1 foreign token, contaminated"
-    assert text[2] == "ar chooses 17, margin 1.5"
-    assert text[5] == "tree_unforked: flip, |Δ| 7 (floor 0.0001), KL 0.7, chooses 'a|b'"
+    assert text[0].startswith("node: 3, token: ") and text[0].endswith(", parent: 1, depth: 2")
+    assert text[1] == "read by tree_unforked: 2, foreign tokens: 1, state: contaminated"
+    assert text[2] == "ar chooses: 17, margin: 1.5, in bits: -"
+    assert text[5] == "tree_unforked: flip, |Δ|: 7 (floor 0.0001), KL: 0.7, chooses: 'a|b'"
 
 
 def test_leak_by_depth_and_by_count():
@@ -153,7 +153,7 @@ def test_what_was_not_run_judged_or_finite_is_shown():
     page = html.render(record)
     figure = figures(page)["record-case-0"]
     text = trace(figure, "nodes")["hovertext"][0]
-    assert "linear: unsupported" in text and "tree_forked: not judged, |Δ| not finite (floor -)" in text
+    assert "linear: unsupported" in text and "tree_forked: not judged, |Δ|: not finite (floor -)" in text
     assert [t["name"] for t in figure["data"] if t["name"].startswith("linear")] == []
     labels = [button["label"] for button in figure["layout"]["updatemenus"][0]["buttons"]]
     assert labels == ["verdict of tree_unforked", "verdict of tree_forked", "verdict of linear"]  # no |Δ| to tell apart

@@ -224,8 +224,7 @@ def test_a_narrow_screen_wraps_cells_drops_columns_shortens_names_and_wraps_sent
     assert "median |Δ|" in wide.splitlines()[3] and "median |Δ|" not in narrow.splitlines()[4]
     assert "\ncode/a-rather-long-name-of-a-prompt/3  ar " in wide
     assert "prompt/3  ar " in narrow and "\ncode/a-rather-long-name-of-a-prompt/3  ar " not in narrow
-    assert "fail (expected: control)" in wide and "  (expected:  " in narrow  # in a cell of its own lines
-    assert any(line.split()[-4:-2] == ["wrong", "wrong"] for line in narrow.splitlines())  # headers above one another
+    assert "fail (expected: control)" in wide and {"(expected:", "control)"} <= set(map(str.strip, narrow.splitlines()))
     assert "Again: ddtree-check compare --limit 1\n" in narrow
     assert narrow.splitlines()[-1] == wide.splitlines()[-1]
     views.render(data, 1)  # no screen is too narrow to end
@@ -251,7 +250,7 @@ def test_markdown_has_the_same_tables():
     assert text.count("\n## ") == 5 and "## Cases, against ar at every node" in text
     assert "max \\|Δ\\|" in text and "'a\\|b'" in text
     widths = {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("| a/3")}
-    assert widths == {11}  # ten columns in both tables: a bar inside a cell makes no column
+    assert widths == {12, 11}  # eleven columns and ten: a bar inside a cell makes no column
     assert text.splitlines()[-1] == "**verdict: fail (linear pass, tree_forked fail), exit code 1**"
 
 

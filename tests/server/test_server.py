@@ -326,7 +326,9 @@ def test_the_command_line(prompts, tmp_path, capsys, monkeypatch):
         assert record["exit_code"] == code and record["command"].startswith("ddtree-check server --base-url http://")
     assert "parts at 5" in out and "reference → server" in out
     assert cli.main(["show", str(path)]) == 0 and capsys.readouterr().out == out
-    assert cli.main(["show", str(path), "--format", "csv"]) == 3 and "expected no --prompt" in capsys.readouterr().err
+    assert (
+        cli.main(["show", str(path), "--format", "csv"]) == 3 and "got csv, expected table" in capsys.readouterr().err
+    )
     path.write_text(json.dumps({"schema": record["schema"], "prompts": 3}))
     assert cli.main(["show", str(path)]) == 3 and "environment is nothing" in capsys.readouterr().err
 

@@ -11,8 +11,8 @@ import torch
 from ddtree_check.kernels import check, interpreter, sglang, suite
 from ddtree_check.kernels.cases import FAMILIES, KINDS
 from ddtree_check.tree.draft_tree import DraftTree
-from ddtree_check.tree.formats import to_mask
 from tests import kernel_faults as faults
+from tests.forms import to_mask
 from tests.kernel_faults import STATES, TREE, case, descending_law
 from tests.kernel_suite import FaultTests, nodes
 

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ddtree_check.tree.case import Case, Prompt, check_vocab, load_cases, load_prompts, load_tree, save_cases
+from ddtree_check.tree.case import Case, Prompt, check_vocab, load_prompts, load_tree
 from ddtree_check.tree.draft_tree import DraftTree
 from tests.limits import within
 
 NAMED = DraftTree((None, 1, 2, 1, 3, 1), (-1, 0, 0, 1, 2, 4))
 CASE = Case("named", (5, 6), NAMED, {"draft": "ngram", "budget": 5, "seed": None, "order": "heap"})
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=5,
-)
-TREES = st.lists(st.integers(0, 10**9), min_size=1, max_size=6).map(DraftTree.chain)
-CASES = st.builds(
-    Case,
-    st.text(min_size=1).filter(str.strip),
-    st.lists(st.integers(0, 10**9), min_size=1, max_size=5).map(tuple),
-    TREES,
-    st.dictionaries(st.text(), JSON, max_size=3),
-)
 
 
 def write(path, content):
@@ -45,19 +28,6 @@ def test_case_json_is_the_records():
         "prompt_tokens": [5, 6],
         "tree": {"tokens": [None, 1, 2, 1, 3, 1], "parents": [-1, 0, 0, 1, 2, 4], "source": CASE.source},
     }
-    assert Case.from_json(CASE.to_json() | {"nodes": [], "modes": {}}) == CASE
-
-
-@given(CASES)
-def test_case_round_trip(case):
-    assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
-
-
-@given(st.lists(CASES, min_size=1, max_size=4, unique_by=lambda case: case.id))
-def test_cases_round_trip_through_a_file(tmp_path_factory, cases):
-    path = tmp_path_factory.getbasetemp() / "cases.jsonl"
-    save_cases(path, cases)
-    assert load_cases(path) == cases
 
 
 def test_source_is_a_copy_of_json_values():
@@ -86,55 +56,6 @@ def test_case_refused(change, message):
     with pytest.raises(ValueError) as caught:
         Case(**{"id": "a", "prompt_tokens": (1,), "tree": NAMED, "source": {}, **change})
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-BAD_CASES = [
-    pytest.param([], "expected an object with 'id', 'prompt_tokens' and 'tree'", id="list"),
-    pytest.param({"id": "b", "prompt_tokens": [1]}, "expected an object with 'id'", id="no-tree"),
-    pytest.param(CASE.to_json() | {"prompt_tokens": "12"}, "expected a list of token ids", id="text-prompt"),
-    pytest.param(CASE.to_json() | {"id": "b", "prompt_tokens": []}, "no tokens", id="empty-prompt"),
-    pytest.param(CASE.to_json() | {"tree": {"tokens": [1], "parents": [0]}}, "node 0 has parent 0", id="tree"),
-    pytest.param(CASE.to_json() | {"tree": [1]}, "expected an object with 'tokens'", id="tree-as-list"),
-    pytest.param(CASE.to_json(), "id 'named' twice", id="id-twice"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), BAD_CASES)
-def test_a_bad_case_is_named_by_its_line(tmp_path, line, message):
-    path = write(tmp_path / "cases.jsonl", f"{json.dumps(CASE.to_json())}\n\n{json.dumps(line)}\n")
-    with pytest.raises(ValueError) as caught:
-        load_cases(path)
-    assert str(caught.value).startswith(f"{path}:3: ") and message in str(caught.value)
-
-
-def test_save_replaces_the_whole_file_or_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "cases.jsonl"
-    save_cases(path, [CASE])
-    before = path.read_bytes()
-    for cases, message in (([], "no cases to save"), ([CASE, CASE], "'named' twice")):
-        with pytest.raises(ValueError, match=message):
-            save_cases(path, cases)
-
-    def killed(_):
-        assert len(os.listdir(tmp_path)) == 2 and path.read_bytes() == before  # written beside, not over
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save_cases(path, [Case("new", (1,), NAMED, {})])
-    assert path.read_bytes() == before and os.listdir(tmp_path) == ["cases.jsonl"]
-    monkeypatch.undo()
-    with path.open("rb") as old:
-        save_cases(path, [Case("new", (1,), NAMED, {})])
-        assert old.read() == before  # another file took its place
-    assert [case.id for case in load_cases(path)] == ["new"] and os.listdir(tmp_path) == ["cases.jsonl"]
-
-
-@pytest.mark.parametrize("name", ["nowhere/cases.jsonl", "a-file/cases.jsonl"])
-def test_save_names_a_place_it_cannot_write_to(tmp_path, name):
-    write(tmp_path / "a-file", "")
-    with pytest.raises(ValueError, match=rf"{name} cannot be written"):
-        save_cases(tmp_path / name, [CASE])
 
 
 def test_check_vocab():

@@ -14,18 +14,13 @@ from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.recorded import load_recorded
 from ddtree_check.tree.drafts.shapes import shape
 from ddtree_check.tree.formats import (
-    Links,
-    from_batch_links,
     from_links,
-    from_mask,
     from_paths,
     from_trace,
     to_batch_links,
     to_links,
-    to_mask,
-    to_paths,
-    to_trace,
 )
+from tests.forms import to_paths, to_trace
 
 NAMED = DraftTree((None, 1, 2, 1, 3, 1), (-1, 0, 0, 1, 2, 4))
 
@@ -96,8 +91,8 @@ def test_batch_links_round_trip(drawn, spare):
     assert links.retrieve_index.shape == links.next_token.shape == links.next_sibling.shape == (len(drawn), rows)
     for b in range(len(drawn)):
         assert links.retrieve_index[b].tolist() == [b * rows + i for i in range(rows)]
-    tokens = np.array([padded(tree, rows) for tree in drawn])
-    assert from_batch_links(links, tokens, [len(tree) for tree in drawn]) == drawn
+    for b, tree in enumerate(drawn):
+        assert from_links(links.next_token[b], links.next_sibling[b], padded(tree, rows), len(tree)) == tree
 
 
 def test_padding_may_hang_below_the_root():
@@ -156,107 +151,12 @@ def test_misshapen_links_refused(arguments, more, message):
         from_links(*arguments, **more)
 
 
-def test_batch_links_name_the_request():
-    good = to_batch_links([NAMED, NAMED])
-    tokens = [NAMED.with_root(9).tokens] * 2
-    assert from_batch_links(good, tokens) == [NAMED.with_root(9)] * 2
-    swapped = Links(good.retrieve_index[::-1], good.next_token, good.next_sibling)
-    with pytest.raises(ValueError, match="request 0 node 0 has retrieve_index 6, expected 0"):
-        from_batch_links(swapped, tokens)
-    broken = good.next_token.copy()
-    broken[1, 4] = -1
-    with pytest.raises(ValueError, match=r"^request 1: links: node 5 is not linked"):
-        from_batch_links(Links(good.retrieve_index, broken, good.next_sibling), tokens)
-    for index, rows, counts in (
-        (good.retrieve_index, tokens[:1], None),
-        (good.retrieve_index[0], tokens, None),
-        (good.retrieve_index, tokens, [6]),
-    ):
-        with pytest.raises(ValueError, match=r"expected \[requests, rows\]"):
-            from_batch_links(Links(index, good.next_token, good.next_sibling), rows, counts)
-
-
 def test_too_few_rows_are_refused():
-    for make in (to_links, lambda tree, rows: to_batch_links([tree], rows), lambda tree, rows: to_mask(tree, 0, rows)):
+    for make in (to_links, lambda tree, rows: to_batch_links([tree], rows)):
         with pytest.raises(ValueError, match="5 rows for 6 nodes"):
             make(NAMED, 5)
     with pytest.raises(ValueError, match="no trees"):
         to_batch_links([])
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
-def test_mask_on_paper():
-    tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 1))
-    block = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
-    assert to_mask(tree).tolist() == block
-    assert to_mask(tree, prefix=2).tolist() == [[1, 1, *row] for row in block]
-    padding = to_mask(tree, prefix=1, rows=6)
-    assert padding[4:].tolist() == [[1, 1, 0, 0, 0, 1, 0], [1, 1, 0, 0, 0, 0, 1]]
-    assert padding.dtype == bool and from_mask(padding, padded(tree, 6), prefix=1, count=4) == tree
-
-
-@given(TREES, st.integers(0, 3), SPARE)
-def test_mask_round_trip(tree, prefix, spare):
-    rows = len(tree) + spare
-    mask = to_mask(tree, prefix, rows)
-    assert mask.shape == (rows, prefix + rows)
-    assert from_mask(mask, padded(tree, rows), prefix, count=len(tree)) == tree
-    assert len(from_mask(mask, range(rows), prefix)) == rows  # padding is a child of the root
-
-
-@given(TREES, st.integers(0, 2), st.data())
-def test_any_changed_mask_is_refused_or_differs(tree, prefix, data):
-    mask = to_mask(tree, prefix)
-    row, column = data.draw(st.integers(0, len(mask) - 1)), data.draw(st.integers(0, mask.shape[1] - 1))
-    mask[row, column] ^= True
-    try:
-        assert from_mask(mask, tree.tokens, prefix) != tree
-    except ValueError as error:
-        assert "row" in str(error) or "both token" in str(error)
-
-
-MASKS_REFUSED = [  # mask, prefix, message
-    pytest.param([[1, 0], [1, 0]], 0, "row 1 does not see itself", id="not-itself"),
-    pytest.param([[0, 0], [1, 1]], 0, "row 0 does not see itself", id="root-not-itself"),
-    pytest.param([[1, 1], [1, 1]], 0, "row 0 sees row 1, expected no later row", id="later-row"),
-    pytest.param([[1, 0], [0, 1]], 0, "row 1 sees no earlier row", id="two-roots"),
-    pytest.param(
-        [[1, 0, 0], [1, 1, 0], [0, 1, 1]], 0, "row 2 does not see row 0, unlike its parent, row 1", id="gap-in-the-path"
-    ),
-    pytest.param(
-        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]], 0, "row 3 sees row 1, unlike its parent", id="cousin"
-    ),
-    pytest.param([[1, 1, 1, 0], [1, 0, 1, 1]], 2, "row 1 does not see prefix column 1", id="prefix"),
-    pytest.param([[0, 1]], 1, "row 0 does not see prefix column 0", id="root-without-prefix"),
-]
-
-
-@pytest.mark.parametrize(("mask", "prefix", "message"), MASKS_REFUSED)
-def test_mask_refused(mask, prefix, message):
-    with pytest.raises(ValueError) as caught:
-        from_mask(np.array(mask, dtype=bool), range(len(mask)), prefix)
-    assert message in str(caught.value)
-
-
-def test_misshapen_masks_refused():
-    mask = to_mask(NAMED, 2)
-    for wrong, tokens, prefix in (
-        (mask, NAMED.tokens, 0),
-        (mask.astype(int), NAMED.tokens, 2),
-        (mask, NAMED.tokens[:5], 2),
-    ):
-        with pytest.raises(ValueError, match="expected bool"):
-            from_mask(wrong, tokens, prefix)
-    with pytest.raises(ValueError, match="prefix -1"):
-        to_mask(NAMED, -1)
-    with pytest.raises(ValueError, match="count 7 of 6 rows"):
-        from_mask(mask, NAMED.tokens, 2, count=7)
-
-
-def test_a_causal_mask_is_a_chain_and_not_the_tree():
-    assert from_mask(np.tri(6, dtype=bool), NAMED.tokens) == DraftTree.chain(NAMED.tokens) != NAMED
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------
@@ -302,9 +202,7 @@ def test_trace_refused(change, message):
         from_trace(to_trace(NAMED, (0, 2, 4)) | change)
 
 
-def test_trace_refuses_a_path_of_another_tree():
-    with pytest.raises(ValueError, match="accepted node 3 after node 0"):
-        to_trace(NAMED, (0, 3))
+def test_trace_refuses_what_is_no_round():
     with pytest.raises(ValueError, match="expected lists accepted_indices"):
         from_trace([])
 

@@ -14,6 +14,7 @@ from ...base.options import split_words
 from ...base.words import counted
 from ...report.layout import Table, laid_out
 from ...report.text import number, plain
+from .options import some_of
 from .output import progress, show_text, width
 
 BUILT_IN = {name: f"ddtree_check.kernels.{name}" for name in ("sglang", "plain")}
@@ -56,15 +57,9 @@ def kernels(
 
     _check_device(device)
     pairs = PAIRS if dtype is None else tuple(_pair(word) for word in split_words(dtype))
-    cases = [case for case in suite(tuple(found), pairs, size=size, long=rows)]
-    wanted = None if family is None else split_words(family)
-    if wanted is not None:
-        unknown = [name for name in wanted if name not in {case.family for case in cases}]
-        if unknown:
-            raise UsageError(
-                f"family: got {unknown[0]!r}, expected some of {', '.join(dict.fromkeys(c.family for c in cases))}"
-            )
-        cases = [case for case in cases if case.family in wanted]
+    cases = list(suite(tuple(found), pairs, size=size, long=rows))
+    wanted = some_of("family", None if family is None else split_words(family), (case.family for case in cases))
+    cases = [case for case in cases if case.family in wanted]
     results = []
     with progress() as show:
         for place, case in enumerate(cases):
@@ -77,12 +72,10 @@ def kernels(
 
 
 def _functions(module: str, kinds: tuple[str, ...] | None) -> dict:
-    """{kind: function}. Raises UsageError for what cannot be imported or is not there."""
+    """Return {kind: function}. Raises UsageError for what cannot be imported or is not there."""
     from ...kernels import FORMS
 
-    unknown = [name for name in kinds or () if name not in FORMS]
-    if unknown:
-        raise UsageError(f"kind: got {unknown[0]!r}, expected some of {', '.join(FORMS)}")
+    some_of("kind", kinds, FORMS)
     name, _, function = module.partition(":")
     if function and (kinds is None or len(kinds) != 1):
         raise UsageError(f"kernels: {module} names one function, expected --kind with one of {', '.join(FORMS)}")
@@ -131,16 +124,12 @@ def _report(module: str, results: list, device: str, size: str, code: ExitCode) 
         worst = {part: max(r.worst.get(part, 0.0) for r in group) for part in ("output", "state", "window", "pool")}
         state = next((worst[part] for part in ("state", "window", "pool") if any(part in r.worst for r in group)), None)
         judged = any(r.worst for r in group)
+        output, share = "", ""
+        if judged and kind != "commit":
+            output, share = _figure(worst["output"]), _share(max(r.share for r in group))
+        verdict = "fail" if any(r.verdict == "fail" for r in group) else group[0].verdict
         lines.append(
-            (
-                kind,
-                pair,
-                family,
-                _figure(worst["output"]) if judged and kind != "commit" else "",
-                _figure(state) if judged and state is not None else "",
-                _share(max(r.share for r in group)) if judged and kind != "commit" else "",
-                "fail" if any(r.verdict == "fail" for r in group) else group[0].verdict,
-            )
+            (kind, pair, family, output, _figure(state) if judged and state is not None else "", share, verdict)
         )
     title = f"Kernels of {module}, {device}, {size} sizes: largest |error| against float64 along each node's path"
     headers = ("kernel", "inputs/state", "cases", "output", "state or window", "of its bound", "verdict")
@@ -160,7 +149,7 @@ def _report(module: str, results: list, device: str, size: str, code: ExitCode) 
 
 
 def _first(result) -> str:
-    """The first wrong node of a failed case, and how many findings there are besides."""
+    """Return the first wrong node of a failed case, and how many findings there are besides."""
     if result.problems:
         return f"{result.kernel} on {result.case.id}: {result.problems[0]}"
     first = min(result.findings, key=lambda f: (not f.reads, f.node is None, f.node or 0))

@@ -12,6 +12,7 @@ from ...base.errors import UsageError
 from ...flows.job import quiet_libraries
 from ...report.layout import Table, laid_out, layout, titled
 from ...report.text import number
+from .options import some_of
 from .output import progress, show_text, width
 
 SHOWN = {"run": ("sglang",), "untested": ("sglang (untested)",), "window by row": ("sglang (known failure)",)}
@@ -42,37 +43,24 @@ def models(
 
 
 def _measure_families(chosen: list[str] | None, dtype: str, device: str) -> int:
-    """The table of `survey`, and the worst exit code of any family."""
+    """Print the table of `survey`; return the worst exit code of any family."""
     from ...model.families import FAMILIES
 
-    unknown = [name for name in chosen or () if name not in FAMILIES]
-    if unknown:
-        raise UsageError(f"family: got {unknown[0]!r}, expected one of {', '.join(FAMILIES)}")
+    names, found = some_of("family", chosen, FAMILIES), []
     with progress() as show, quiet_libraries():
         from ...flows.survey import survey
 
-        names, found = chosen or list(FAMILIES), []
         for place, name in enumerate(names):
             if show:
                 show(place, len(names), name)
             found.append(survey(name, dtype=dtype, device=device))
-    rows = [
-        (
-            row["family"],
-            ", ".join(f"{count} {kind}" for kind, count in row["layers"].items()),
-            row["modes"]["linear"],
-            row["modes"]["tree_forked"],
-            number(row["forked"]),
-            number(row["unforked"]),
-            f"{row['flips']}/{row['nodes']}",
-            ", ".join(row["channels"]),
-            row["exit_code"],
-        )
-        for row in found
-    ]
-    headers = (
-        "family", "layers", "linear", "forked", "forked |Δ|", "unforked |Δ|", "flips", "leaks by", "exit",
-    )  # fmt: skip
+    rows = []
+    for row in found:
+        layers = ", ".join(f"{count} {kind}" for kind, count in row["layers"].items())
+        modes = [row["modes"][mode] for mode in ("linear", "tree_forked")]
+        sizes, flips = [number(row["forked"]), number(row["unforked"])], f"{row['flips']}/{row['nodes']}"
+        rows.append((row["family"], layers, *modes, *sizes, flips, ", ".join(row["channels"]), row["exit_code"]))
+    headers = ("family", "layers", "linear", "forked", "forked |Δ|", "unforked |Δ|", "flips", "leaks by", "exit")
     title = (
         f"Families at a small shape, random weights, {dtype}, {device}, one drawn tree; |Δ| is the largest of a node"
     )
@@ -85,32 +73,19 @@ def _model_tables() -> Iterator[Table]:
     from ...engines.sglang.seams import SEAMS
     from ...model.families import ALIASES, FAMILIES
 
-    names = [
-        (
-            name,
-            alias.hub_id,
-            FAMILIES[alias.model_type].title,
-            alias.shape["num_hidden_layers"] if alias.shape else "",
-            "built in" if alias.shape else "needs the hub",
-        )
-        for name, alias in ALIASES.items()
-    ]
+    names = []
+    for name, alias in ALIASES.items():
+        layers, where = (alias.shape["num_hidden_layers"], "built in") if alias.shape else ("", "needs the hub")
+        names.append((name, alias.hub_id, FAMILIES[alias.model_type].title, layers, where))
     yield Table(
         "Names for --model", ("name", "hub id", "family", "layers", "shape for --weights random"), names, ("family",)
     )
     rows = []
     for family in FAMILIES.values():
         kinds = sorted({stand_in.removesuffix("_update") for stand_in in family.calls.values()} - {"training_only"})
-        rows.append(
-            (
-                family.model_type,
-                family.title,
-                ", ".join(family.layers),
-                " + ".join(kinds) or "none",
-                ", ".join(["transformers", *SHOWN.get(IN_SGLANG.get(family.model_type), ())]),
-                ", ".join(family.examples),
-            )
-        )
+        engines = ", ".join(["transformers", *SHOWN.get(IN_SGLANG.get(family.model_type), ())])
+        parts = (", ".join(family.layers), " + ".join(kinds) or "none", engines, ", ".join(family.examples))
+        rows.append((family.model_type, family.title, *parts))
     headers = ("model type", "family", "layer types", "recurrent", "engines", "for example")
     yield Table(
         "Families: any checkpoint of these model types, by path or hub id",

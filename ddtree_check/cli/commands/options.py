@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
+from ...base.errors import UsageError
 from ...base.options import Option, offered, options
 from ...flows import job
 from ...flows.job import DEFAULTS, RUN, Job, Output, Saved, Stored, job_of
@@ -62,6 +63,15 @@ def offering(verb: str) -> Callable:
         return run
 
     return decorate
+
+
+def some_of(what: str, chosen: Iterable[str] | None, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that were chosen, or all that are known. Raises UsageError for one that is not."""
+    known = tuple(dict.fromkeys(known))
+    chosen = known if chosen is None else tuple(chosen)
+    if unknown := [name for name in chosen if name not in known]:
+        raise UsageError(f"{what}: got {unknown[0]!r}, expected some of {', '.join(known)}")
+    return chosen
 
 
 # Arguments and options of other commands.

@@ -45,7 +45,7 @@ def finish(run: Callable[[Callable | None], dict], output: Output, view: Callabl
 
 
 def write_html(path: str, record: dict) -> None:
-    """The page of a record, whole or not at all. Raises UsageError if the file cannot be written."""
+    """Write the page of a record, whole or not at all. Raises UsageError if the file cannot be written."""
     from ...base.files import write_text
     from ...report import html
 
@@ -54,7 +54,7 @@ def write_html(path: str, record: dict) -> None:
 
 
 def show_text(text: str, *, data: bool = False) -> None:
-    """To stdout, in colour on a terminal. A reader that has gone, such as `head`, is no error.
+    """Write to stdout, in colour on a terminal. A reader that has gone, such as `head`, is no error.
 
     Words of a file must not steer the terminal: what is neither printed nor the end of a line is shown as `?`.
     data: JSON or CSV for a program, whose values come out as they are.
@@ -88,7 +88,7 @@ def unicode(stream) -> bool:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar on stderr while it is a terminal, else nothing."""
+    """Yield what shows a bar on stderr while it is a terminal, else nothing."""
     if not sys.stderr.isatty():
         yield None
         return

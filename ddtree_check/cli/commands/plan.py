@@ -71,7 +71,7 @@ def _reserved(text: str) -> dict:
 
 
 def _table(found: list[tuple[int, list[Need]]]) -> Table:
-    """Requests of one need share a row: a batch of 64 is not 64 rows."""
+    """Return the table; requests of one need share a row: a batch of 64 is not 64 rows."""
     rows = []
     for size, each in found:
         groups: dict[tuple, list[Need]] = {}
@@ -92,7 +92,7 @@ def _span(names: list[str]) -> str:
 
 
 def _lines(short: list[tuple[int, Need]]) -> list[str]:
-    """The first request that a buffer is short for, in the smallest batch where it is, says it all."""
+    """Return the first request that each buffer is short for, in the smallest batch where it is."""
     first: dict[str, str] = {}
     for size, need in short:
         first.setdefault(need.buffer, f"batch of {size}: {plain(need)}")
@@ -105,16 +105,5 @@ def _count(short: list[tuple[int, Need]], found: list[tuple[int, list[Need]]]) -
 
 
 def _record(budgets, buffers, found, code: int) -> dict:
-    return {
-        "schema": SCHEMA,
-        "budgets": list(budgets),
-        "reserved": buffers,
-        "batches": [
-            {
-                "requests": size,
-                "needs": [need.to_json() for need in each],
-            }
-            for size, each in found
-        ],
-        "exit_code": int(code),
-    }
+    parts = [{"requests": size, "needs": [need.to_json() for need in each]} for size, each in found]
+    return {"schema": SCHEMA, "budgets": list(budgets), "reserved": buffers, "batches": parts, "exit_code": int(code)}

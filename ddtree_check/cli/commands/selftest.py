@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from ...base.errors import UsageError
 from ...base.options import split_words
 from ...flows.job import Output, few_threads, quiet_libraries
 from ...report.selftest import markdown as table
 from ...report.views import render
 from ...selftest.kinds import KINDS
-from .options import JsonFile, Quiet
+from .options import JsonFile, Quiet, some_of
 from .output import finish
 
 
@@ -26,10 +25,7 @@ def selftest(
 ):
     """Inject every kind of fault into a running engine: each must be seen by the right check, in the right place, and
     what is right must stay green."""
-    wanted = None if kind is None else split_words(kind)
-    unknown = [name for name in wanted or () if name not in KINDS]
-    if unknown:
-        raise UsageError(f"kind: got {unknown[0]!r}, expected some of {', '.join(KINDS)}")
+    wanted = None if kind is None else some_of("kind", split_words(kind), KINDS)
     with quiet_libraries(), few_threads({"parameters": 0}):
         from ...selftest.run import FAULTS, run
 

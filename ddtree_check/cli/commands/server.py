@@ -67,7 +67,7 @@ def server(
 
 
 def _command(given: dict[str, object]) -> str:
-    """The command line that runs this again."""
+    """Return the command line that runs this again."""
     words = ["ddtree-check", "server"]
     for name, value in given.items():
         if value is not None:

@@ -12,7 +12,7 @@ import typer
 from ...base.errors import UsageError
 from ...report import markdown, rounds, spreadsheet, terminal, views
 from ...report.drawing import draw_tree
-from ...report.layout import laid_out
+from ...report.layout import laid_out, wrap
 from ...report.record import load_record, viewing
 from .options import HtmlFile, Record
 from .output import show_text, unicode, width, write_html
@@ -42,7 +42,7 @@ def show(
     if prompt is not None and case is not None:
         raise UsageError("prompt: got a case too, expected one of --case and --prompt")
     data = load_record(record, rounds=case is None and html is None)
-    if prompt is not None and not data.get("rounds"):
+    if prompt is not None and "prompts" not in (data.get("rounds") or ()):
         raise UsageError(f"prompt: {record} holds no rounds; expected a record of generate or of compare --rounds")
     if format is Format.CSV and (prompt is not None or "cases" not in data):
         raise UsageError("format: got csv, expected table, markdown or json; this view has no rows of nodes")
@@ -90,5 +90,5 @@ def tree(
     data = load_record(record)
     with viewing(record):
         text = draw_tree(terminal.find_case(data, case), mode, data.get("tokens"), not unicode(sys.stdout))
-    show_text(text)
+    show_text(wrap(text, width()))
     return 0

@@ -22,6 +22,7 @@ from ...model.wiring import FORKED, Layer, State, Wiring
 from ...tree.draft_tree import DraftTree
 from ..capacity import needs
 from ..contract import BaseEngine
+from ..precision import dtype_name
 from ..transformers import loading
 from .ranks import Group, joined, muted
 from .runner import Start, width_for
@@ -29,6 +30,10 @@ from .seams import LAYER_WORDS, NO_CLASS, Seam, find_seam, installed, readable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = 16384  # key and value slots, unless --engine-arg max_total_tokens says otherwise
+TOLD = (  # facts that a record holds as they are
+    "sglang", "tp", "dtype", "state_dtype", "conv_dtype", "attention", "recurrent_functions", "graphs", "reserved",
+    "capacity", "engine_args",
+)  # fmt: skip
 OURS = {  # what other options set
     "model_path": "--model",
     "dtype": "--dtype",
@@ -97,12 +102,12 @@ class SGLangEngine(BaseEngine):
         rows: int = 65, tp: int = 1, args: Mapping[str, object] | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> SGLangEngine:  # fmt: skip
-        """Starts SGLang on a model by name, path or hub id; see `loading.load_model`.
+        """Start SGLang on a model by name, path or hub id; see `loading.load_model`.
 
         rows: the largest tree, with its root; tp: GPUs; args: SGLang's ServerArgs by name.
         """
-        found = installed()
-        like, seam = find_seam(found)
+        release = installed()
+        like, seam = find_seam(release)
         gpu = _gpu(device, tp)
         if cls._running:
             raise UsageError("engine: this process has started SGLang before; one engine a process, start another")
@@ -119,24 +124,24 @@ class SGLangEngine(BaseEngine):
         parameters = _parameters(text)
         needed = parameters * wanted.itemsize
         loading.require_memory(
-            f"{model or loading.EMBEDDED} in {_name(wanted)}", needed // tp, torch.device("cuda", gpu)
+            f"{model or loading.EMBEDDED} in {dtype_name(wanted)}", needed // tp, torch.device("cuda", gpu)
         )
         size = f": {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB" if parameters else ""
         chosen = checked_args(args or {}, _server_fields())
-        progress(f"starting SGLang {found}{size}")
+        progress(f"starting SGLang {release}{size}")
         with _checkpoint(source, text, weights, wanted) as path:  # what SGLang reads
             settings = server_args(path, weights, wanted, seed, rows, tp) | chosen
             settings |= overrides(text, nested=text is not config and weights == "real", chosen=chosen)
             start = Start(
-                seam=seam, args=settings, dtype=_name(wanted), gpu=gpu, environment=_environment(wanted),
+                seam=seam, args=settings, dtype=dtype_name(wanted), gpu=gpu, environment=_environment(wanted),
                 seed=seed if weights == "random" else None,
             )  # fmt: skip
             cls._running = True
             group = Group(start, tp, loud="log_level" in chosen)
         facts = group.runner.facts() | {
-            "sglang": found,
+            "sglang": release,
             "seam": f"{like}: {seam.status}",
-            "dtype": _name(wanted),
+            "dtype": dtype_name(wanted),
             "rows": rows,
             "tp": tp,
             "engine_args": {name: str(value) for name, value in chosen.items()},
@@ -152,7 +157,7 @@ class SGLangEngine(BaseEngine):
 
     @staticmethod
     def load_config(model: str | None, source: str, weights: str):
-        """As `loading.load_config`; SGLang has classes of its own for what its transformers does not know yet."""
+        """Do as `loading.load_config`; SGLang has classes of its own for what its transformers does not know yet."""
         try:
             return loading.load_config(model, source, weights)
         except UsageError:
@@ -163,29 +168,22 @@ class SGLangEngine(BaseEngine):
             return loading.load_config(model, source, weights)
 
     def describe(self) -> dict[str, Any]:
-        facts, device = self.facts, self.group.runner.device
-        extends = self.group.runner._extends
+        facts, device, extends = self.facts, self.group.runner.device, self.group.runner._extends
         return {
+            **{name: facts[name] for name in TOLD},
             "engine": self.name,
             "model_type": self.config.model_type,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": _version("transformers"),
-            "sglang": facts["sglang"],
             "sglang_seam": facts["seam"],
             "triton": _version("triton"),
             "device": str(device),
             "device_name": torch.cuda.get_device_name(device),
-            "tp": facts["tp"],
             "threads": torch.get_num_threads(),
-            "dtype": facts["dtype"],
-            "state_dtype": facts["state_dtype"],
             "judged_as": _coarsest(facts["dtype"], facts["state_dtype"]),
-            "conv_dtype": facts["conv_dtype"],
-            "attention": facts["attention"],
             "norms_and_rotary": "sgl_kernel" if facts["fused"] else "SGLang's plain ones: the fused round to bfloat16",
             "mixers": "engine",
-            "recurrent_functions": facts["recurrent_functions"],
             "float32_matmul": "ieee",
             "fork": f"topk {facts['topk']}" if facts["topk"] > 1 else "off: topk 1",
             "prefill": "EXTEND" if extends else "DECODE, token by token: EXTEND takes no float32",
@@ -193,17 +191,13 @@ class SGLangEngine(BaseEngine):
             if extends
             else "TARGET_VERIFY along the text in chunks of one width: EXTEND takes no float32",
             "widths": sorted({min(width_for(rows), facts["rows"]) for rows in range(2, facts["rows"] + 1)}),
-            "graphs": facts["graphs"],
-            "reserved": facts["reserved"],
-            "capacity": facts["capacity"],
-            "engine_args": facts["engine_args"],
         }
 
     def exact(self):
         raise UsageError("oracle: SGLang has no float64; run the oracle with --engine transformers")
 
     def close(self) -> None:
-        """Ends SGLang's other ranks and process groups. Prefixes are of no use afterwards."""
+        """End SGLang's other ranks and process groups. Prefixes are of no use afterwards."""
         self.group.close()
 
     def supports(self, wiring: Wiring | None) -> str | None:
@@ -253,12 +247,12 @@ class SGLangEngine(BaseEngine):
 
 
 def server_args(path: str, weights: str, dtype: torch.dtype, seed: int, rows: int, tp: int) -> dict[str, Any]:
-    """The ServerArgs of a run. NGRAM needs no draft model; it makes SGLang keep the state of every node, and its
+    """Return the ServerArgs of a run. NGRAM needs no draft model; it makes SGLang keep the state of every node, and its
     breadth becomes the topk by which states are forked."""
     return {
         "model_path": path,
         "load_format": "dummy" if weights == "random" else "auto",
-        "dtype": _name(dtype),
+        "dtype": dtype_name(dtype),
         "tp_size": tp,
         "device": "cuda",
         "random_seed": seed,
@@ -282,25 +276,25 @@ def server_args(path: str, weights: str, dtype: torch.dtype, seed: int, rows: in
 
 
 def overrides(text, *, nested: bool, chosen: Mapping[str, object]) -> dict[str, str]:
-    """What SGLang's configuration classes need and a configuration saved by transformers does not hold.
+    """Return what SGLang's configuration classes need and a configuration saved by transformers does not hold.
 
     SGLang places full attention in Qwen's hybrids by an interval, transformers by a list. Raises Unsupported for a list
     that no interval gives. nested: the checkpoint's text model is a part of it.
     """
-    own = chosen.get("json_model_override_args", {})
-    own = json.loads(own) if isinstance(own, str) else dict(own)
+    values = chosen.get("json_model_override_args", {})
+    values = json.loads(values) if isinstance(values, str) else dict(values)
     kinds = list(getattr(text, "layer_types", None) or ())
     if set(kinds) == {"linear_attention", "full_attention"} and text.model_type.startswith("qwen3"):
         every = kinds.index("full_attention") + 1
         if kinds != ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(len(kinds))]:
             raise Unsupported("SGLang takes one full attention layer in every so many, this model has them elsewhere")
-        found = {"full_attention_interval": every}
-        own = ({"text_config": found} if nested else found) | own
-    return {"json_model_override_args": json.dumps(own)} if own else {}
+        interval = {"full_attention_interval": every}
+        values = ({"text_config": interval} if nested else interval) | values
+    return {"json_model_override_args": json.dumps(values)} if values else {}
 
 
 def checked_args(args: Mapping[str, object], fields: Mapping[str, object] | None) -> dict[str, object]:
-    """`args` if SGLang has them all. Raises UsageError, naming what comes near, for one that it has not."""
+    """Return `args` if SGLang has them all. Raises UsageError, naming what comes near, for one that it has not."""
     for name in args:
         if name in OURS:
             raise UsageError(f"engine-arg: got {name}, which {OURS[name]} sets")
@@ -332,7 +326,7 @@ def _gpu(device: str, tp: int) -> int:
 
 
 def _parameters(text) -> int:
-    """0 for an architecture that SGLang alone has: then SGLang itself says what does not fit."""
+    """Return 0 for an architecture that SGLang alone has: then SGLang itself says what does not fit."""
     try:
         return loading.count_parameters(text)
     except UsageError:
@@ -340,14 +334,14 @@ def _parameters(text) -> int:
 
 
 def _environment(dtype: torch.dtype) -> dict[str, str]:
-    """What SGLang and Triton read from the environment alone."""
-    found = {"SGLANG_MAMBA_CONV_DTYPE": _name(dtype), "TOKENIZERS_PARALLELISM": "false"}
-    return found | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == torch.float32 else {})
+    """Return what SGLang and Triton read from the environment alone."""
+    variables = {"SGLANG_MAMBA_CONV_DTYPE": dtype_name(dtype), "TOKENIZERS_PARALLELISM": "false"}
+    return variables | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == torch.float32 else {})
 
 
 @contextlib.contextmanager
 def _checkpoint(source: str, text, weights: str, dtype: torch.dtype) -> Iterator[str]:
-    """The folder or hub id that SGLang reads; for random weights one that holds the configuration alone.
+    """Return the folder or hub id that SGLang reads; for random weights one that holds the configuration alone.
 
     Where SGLang has other words for a family's layer types than transformers, a folder of links with its words.
     """
@@ -356,31 +350,25 @@ def _checkpoint(source: str, text, weights: str, dtype: torch.dtype) -> Iterator
     if weights == "real" and (words is None or folder is None):
         yield source
         return
-    if folder is not None:
-        with tempfile.TemporaryDirectory(prefix="ddtree-check-") as links:
-            held = json.loads((folder / "config.json").read_text())
-            held["layer_types"] = [words.get(kind, kind) for kind in held.get("layer_types", ())]
-            for file in folder.iterdir():
-                if file.name != "config.json":
-                    Path(links, file.name).symlink_to(file.resolve())
-            Path(links, "config.json").write_text(json.dumps(held))
-            yield links
-        return
-    with tempfile.TemporaryDirectory(prefix="ddtree-check-") as folder:
-        own = Path(source, "config.json")
-        held = json.loads(own.read_text()) if own.is_file() else {}
-        if held.get("model_type") != text.model_type:  # the text model is a part of it, or there is none
-            held = text.to_dict()
-        held |= {"dtype": _name(dtype), "torch_dtype": _name(dtype)}
-        held["architectures"] = held.get("architectures") or [loading.class_name(text)]
-        if words := LAYER_WORDS.get(text.model_type):
-            held["layer_types"] = [words.get(kind, kind) for kind in held.get("layer_types", ())]
-        Path(folder, "config.json").write_text(json.dumps(held, default=str))
-        yield folder
+    with tempfile.TemporaryDirectory(prefix="ddtree-check-") as place:
+        config = Path(folder or source, "config.json")
+        data = json.loads(config.read_text()) if config.is_file() else {}
+        if folder is None:
+            if data.get("model_type") != text.model_type:  # the text model is a part of it, or there is none
+                data = text.to_dict()
+            data |= {"dtype": dtype_name(dtype), "torch_dtype": dtype_name(dtype)}
+            data["architectures"] = data.get("architectures") or [loading.class_name(text)]
+        for file in folder.iterdir() if folder else ():
+            if file.name != "config.json":
+                Path(place, file.name).symlink_to(file.resolve())
+        if words:
+            data["layer_types"] = [words.get(kind, kind) for kind in data.get("layer_types", ())]
+        Path(place, "config.json").write_text(json.dumps(data, default=str))
+        yield place
 
 
 def _coarsest(*dtypes: str | None) -> str:
-    """The dtype that bounds what can be asked of a run: the one with the fewest digits of those it computes in."""
+    """Return the dtype that bounds what can be asked of a run: the one with the fewest digits."""
     return max(filter(None, dtypes), key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 
@@ -393,7 +381,3 @@ def _version(package: str) -> str | None:
 
 def _ints(values) -> tuple[int, ...]:
     return tuple(map(int, values))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

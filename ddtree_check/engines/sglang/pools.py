@@ -11,8 +11,8 @@ KEYED = ("GDNAttnBackend", "KDAAttnBackend")  # keep a state as [heads, value, k
 
 
 def reserved(runner) -> dict[str, dict[str, Any]]:
-    """Rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`; spare rows are left out."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`; spare rows are left out."""
+    buffers_by_name: dict[str, dict[str, Any]] = {}
     requests, cache = getattr(runner, "req_to_token_pool", None), _cache(runner)
     for name, kind, pool in (
         ("key and value slots", "total", getattr(runner, "token_to_kv_pool_allocator", None)),
@@ -20,33 +20,33 @@ def reserved(runner) -> dict[str, dict[str, Any]]:
         ("state slots", "requests", getattr(requests, "mamba_pool", None)),
     ):
         if getattr(pool, "size", None) is not None:
-            found[name] = {kind: int(pool.size)}
+            buffers_by_name[name] = {kind: int(pool.size)}
     buffers = {"states": getattr(cache, "intermediate_ssm", None)}
     for number, window in enumerate(getattr(cache, "intermediate_conv_window", None) or ()):
         buffers["windows" + (f" {number}" if number else "")] = window
     for name, buffer in buffers.items():
         if buffer is not None:
-            found[f"intermediate {name}"] = {"per_request": int(buffer.shape[2])}
-            found[f"requests with intermediate {name}"] = {"requests": int(buffer.shape[1]) - 1}
+            buffers_by_name[f"intermediate {name}"] = {"per_request": int(buffer.shape[2])}
+            buffers_by_name[f"requests with intermediate {name}"] = {"requests": int(buffer.shape[1]) - 1}
     if sizes := graph_rows(runner):
-        found["verify graphs"] = {"sizes": sizes}
-    return found
+        buffers_by_name["verify graphs"] = {"sizes": sizes}
+    return buffers_by_name
 
 
 def _cache(runner):
-    """SGLang's `MambaPool.State`, None for a model without recurrent layers."""
+    """Return SGLang's `MambaPool.State`, None for a model without recurrent layers."""
     requests = getattr(runner, "req_to_token_pool", None)
     return getattr(getattr(requests, "mamba_pool", None), "mamba_cache", None)
 
 
 def graph_rows(runner) -> list[int]:
-    """Rows of each batch whose verify was captured as a CUDA graph."""
+    """Return rows of each batch whose verify was captured as a CUDA graph."""
     batches = getattr(getattr(runner, "decode_cuda_graph_runner", None), "capture_bs", None) or ()
     return [int(batch) * int(runner.server_args.speculative_num_draft_tokens) for batch in batches]
 
 
 def state_dtypes(runner) -> dict[str, str]:
-    """state_dtype and conv_dtype; empty for a model without recurrent layers."""
+    """Return state_dtype and conv_dtype; empty for a model without recurrent layers."""
     cache = _cache(runner)
     if cache is None:
         return {}
@@ -55,7 +55,7 @@ def state_dtypes(runner) -> dict[str, str]:
 
 
 def slot_bytes(runner) -> int:
-    """Bytes of one state slot over all layers; 0 without recurrent layers."""
+    """Return the bytes of one state slot over all layers; 0 without recurrent layers."""
     cache = _cache(runner)
     if cache is None:
         return 0
@@ -63,25 +63,25 @@ def slot_bytes(runner) -> int:
 
 
 def slot_tensors(runner, slot) -> list:
-    """Copies of what a state slot holds, slot an integer tensor [1] of the pool's device: the windows
+    """Return copies of what a state slot holds, slot an integer tensor [1] of the pool's device: the windows
     [layers, ...] and the state [layers, ...], made on the current stream without waiting for it."""
     cache = _cache(runner)
     return [tensor.index_select(1, slot.long())[:, 0] for tensor in (*cache.conv, cache.temporal)]
 
 
 def channels(tensors, layers, backend: str | None) -> dict[int, dict[str, Any]]:
-    """The windows and state of a slot (the last of `tensors`), by layer, in the form of `Engine.contents`.
+    """Return the windows and state of a slot (the last of `tensors`), by layer, in the form of `Engine.contents`.
 
     layers: layer of the model -> its row in the pool. backend: SGLang's class for the recurrent layers.
     """
     *windows, state = tensors
-    found: dict[int, dict[str, Any]] = {}
+    by_layer: dict[int, dict[str, Any]] = {}
     for layer, row in layers.items():
-        own = found.setdefault(int(layer), {})
+        parts = by_layer.setdefault(int(layer), {})
         for number, window in enumerate(windows):
             window = window[row]  # [channels, inputs] but for KDA; a window has few inputs and many channels
             oldest_first = window if window.shape[0] < window.shape[1] else window.transpose(0, 1)
-            own[f"conv.{number}" if number else "conv"] = oldest_first.clone()
+            parts[f"conv.{number}" if number else "conv"] = oldest_first.clone()
         if state.numel():
-            own["recurrent"] = (state[row].transpose(-1, -2) if backend in KEYED else state[row]).clone()
-    return found
+            parts["recurrent"] = (state[row].transpose(-1, -2) if backend in KEYED else state[row]).clone()
+    return by_layer

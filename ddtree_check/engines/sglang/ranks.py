@@ -47,16 +47,16 @@ class Group:
 
     def call(self, name: str, *args) -> Any:
         self._order(name, args, False)
-        found = getattr(self.runner, name)(*args)
+        result = getattr(self.runner, name)(*args)
         self._answers(name)
-        return found
+        return result
 
     def gather(self, name: str, *args) -> list[Any]:
         self._order(name, args, True)
         return [getattr(self.runner, name)(*args), *self._answers(name)]
 
     def drop(self, number: int) -> None:
-        """Lets go of a text or pass before the next call. Safe at any time, in the midst of a call too."""
+        """Let go of a text or pass before the next call. Safe at any time, in the midst of a call too."""
         self.dropped.append(number)
 
     def _order(self, name: str, args: tuple, wanted: bool) -> None:
@@ -66,7 +66,7 @@ class Group:
         self.runner.drop(dropped)
 
     def _answers(self, name: str) -> list[Any]:
-        found = []
+        values = []
         for rank, (_, pipe) in enumerate(self._workers, start=1):
             try:
                 error, value = pipe.recv()
@@ -74,11 +74,11 @@ class Group:
                 raise UsageError(f"engine: rank {rank} of SGLang ended during {name}") from None
             if error is not None:
                 raise error
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
     def close(self) -> None:
-        """Ends the other ranks and SGLang's process groups; again does nothing."""
+        """End the other ranks and SGLang's process groups; again does nothing."""
         atexit.unregister(self.close)
         for _, pipe in self._workers:
             with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class Group:
 
 
 def joined(parts: list[list[dict[str, torch.Tensor]]]) -> list[dict[str, torch.Tensor]]:
-    """The contents of all ranks as those of one, where rank 0 has its own: each holds some of the heads."""
+    """Return the contents of all ranks as those of one, where rank 0 has its own: each holds some of the heads."""
     if len(parts) == 1:
         return parts[0]
     return [
@@ -143,7 +143,7 @@ def _on_host(value):
 
 
 def _leave() -> None:
-    """Leaves SGLang's process groups, whose libraries would complain at exit."""
+    """Leave SGLang's process groups, whose libraries would complain at exit."""
     with contextlib.suppress(Exception), muted():
         from sglang.srt.distributed import parallel_state
         from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -158,7 +158,7 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """stdout and stderr of this process into nothing, those of its C++ libraries too; our own lines come later."""
+    """Send stdout and stderr of this process into nothing, those of its C++ libraries too; our own lines come later."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
@@ -176,6 +176,6 @@ def muted() -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

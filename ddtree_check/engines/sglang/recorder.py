@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 
 from ...base.errors import UsageError, usage_errors
 from ...base.files import parse_toml, read_text
+from ...base.options import check_options, group, make, option
 from ...trace.model import DTYPES
 from ...trace.write import TraceWriter
 from ...tree.draft_tree import DraftTree
@@ -48,6 +49,7 @@ FLAGS = (  # of ServerArgs, all that can change a number
     "speculative_ngram_match_type", "speculative_ngram_max_trie_depth", "enable_fp32_lm_head",
     "mamba_radix_cache_strategy", "uses_mamba_radix_cache", "mamba_track_interval", "speculative_draft_model_path",
 )  # fmt: skip
+ABOVE_0 = {"holds": lambda value: value > 0, "expects": "more than 0"}
 EVERY = 1.0  # seconds between two looks at the file of the options
 PATIENCE = 5.0  # seconds until a request's text must have caught up with a step that was run ahead of it
 
@@ -57,74 +59,49 @@ log = logging.getLogger(__name__)
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@group("Recorder")
 class Options:
-    """What to record.
+    """What to record, and where; None for folder records nothing, None for trees scripts none. Raises UsageError."""
 
-    folder     where traces go, one folder a process; None records nothing (a script alone)
-    rate       the share of (request, step) pairs that are recorded, drawn by `seed`
-    top        the so many largest logits of each row; 0 keeps whole rows
-    max_mb     bound on each folder; when it is reached recording ends
-    pending_mb bound on what waits to be written; a step that would pass it is dropped
-    ranks      'first' or 'all' of the tensor-parallel ranks
-    trees      a script of draft trees (`scripted.Script`), for NGRAM
-    states     also what SGLang's own commit left in the state slot of each recorded request: its windows and state
-    """
-
-    folder: str | None = None
-    rate: float = 0.05
-    top: int = 64
-    max_mb: float = 1024.0
-    pending_mb: float = 256.0
-    ranks: str = "first"
-    trees: str | None = None
-    seed: int = 0
-    states: bool = False
+    folder: str | None = option(None, "Where traces go, one folder a process.")
+    rate: float = option(
+        0.05, "Share of (request, step) pairs that are recorded, drawn by seed.",
+        holds=lambda value: 0 <= value <= 1, expects="a share from 0 to 1",
+    )  # fmt: skip
+    top: int = option(
+        64, "The so many largest logits of each row; 0 keeps whole rows.",
+        holds=lambda value: value == 0 or value >= 2, expects="0 (whole rows) or at least 2",
+    )  # fmt: skip
+    max_mb: float = option(1024.0, "Bound on each folder; recording ends there.", **ABOVE_0)
+    pending_mb: float = option(256.0, "Bound on what waits to be written; steps beyond it are dropped.", **ABOVE_0)
+    ranks: str = option("first", "The tensor-parallel ranks that record.", choices=("first", "all"))
+    trees: str | None = option(None, "A script of draft trees (`scripted.Script`), for NGRAM.")
+    seed: int = option(0, "Seed of what is recorded.")
+    states: bool = option(False, "Also what SGLang's commit left in each recorded request's state slot.")
 
     def __post_init__(self):
-        kinds = {"folder": str, "ranks": str, "trees": str, "top": int, "seed": int}
-        if not isinstance(self.states, bool):
-            raise ValueError(f"states {self.states!r:.40}, expected true or false")
-        for name in (own.name for own in fields(self) if own.name != "states"):
-            value, kind = getattr(self, name), kinds.get(name, (int, float))
-            if value is None and name in ("folder", "trees"):
-                continue
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ValueError(f"{name} {value!r:.40}, expected {'a text' if kind is str else 'a number'}")
-        if not 0 <= self.rate <= 1:
-            raise ValueError(f"rate {self.rate!r}, expected a share from 0 to 1")
-        if self.top < 0 or self.top == 1:
-            raise ValueError(f"top {self.top}, expected 0 (whole rows) or at least 2")
-        for name in ("max_mb", "pending_mb"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} {getattr(self, name)!r}, expected more than 0")
-        if self.ranks not in ("first", "all"):
-            raise ValueError(f"ranks {self.ranks!r:.40}, expected 'first' or 'all'")
+        check_options(self)
         if not self.folder and not self.trees:
-            raise ValueError("neither folder nor trees, expected a folder to record into, a script of trees, or both")
+            raise UsageError("neither folder nor trees, expected a folder to record into, a script of trees, or both")
 
 
 def read_options(value: str) -> Options:
-    """The options that DDTREE_CHECK_RECORD names: a folder, or a TOML file (by its name). Raises UsageError."""
+    """Return the options that DDTREE_CHECK_RECORD names: a folder, or a TOML file (by its name). Raises UsageError."""
     if not value.endswith(".toml"):
         return Options(folder=value)
     with usage_errors():
-        try:
-            data = parse_toml(read_text(value), value)
-            unknown = sorted(data.keys() - Options.__dataclass_fields__.keys())
-            if unknown:
-                raise ValueError(f"unknown {unknown[0]!r}, expected {', '.join(Options.__dataclass_fields__)}")
-            return Options(**data)
-        except ValueError as error:
-            text = str(error)
-            raise ValueError(text if text.startswith(value) else f"{value}: {text}") from None
+        data = parse_toml(read_text(value), value)
+    try:
+        return make(Options, data)
+    except UsageError as error:
+        raise UsageError(f"{value}: {error}") from None
 
 
 # --- the plugin -------------------------------------------------------------------------------------------------------
 
 
 def sglang_plugin() -> None:
-    """What SGLang calls in each of its processes: registers the hooks if the environment asks for them."""
+    """Register the hooks in a process of SGLang, which calls this in each, if the environment asks for them."""
     value = os.environ.get(VARIABLE, "").strip()
     if not value:
         return
@@ -137,7 +114,7 @@ def sglang_plugin() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def register(target: str, hook: Callable, kind: str) -> bool:
-        """Hooks a place of SGLang's, or says that this version has none."""
+        """Hook a place of SGLang's, or say that this version has none."""
         owner, _, name = target.rpartition(".")
         module, _, cls = owner.rpartition(".") if owner.rpartition(".")[2][:1].isupper() else (owner, "", "")
         holder = importlib.import_module(module)
@@ -152,7 +129,7 @@ def sglang_plugin() -> None:
 def install(
     options: Options, script: Script | None, register: Callable[[str, Callable, str], bool], file: str | None = None
 ) -> None:
-    """Registers what the options ask for; `register` (target, hook, kind) answers False for a place that is missing."""
+    """Register what the options ask for; `register` (target, hook, kind) answers False for a place that is missing."""
     if options.folder:
         recorder = Recorder(options, file)
         for target, hook, kind in ((RUN, recorder.run, "AROUND"), (FORWARD, recorder.forwarded, "AFTER")):
@@ -211,9 +188,9 @@ class Drafter(Guarded):
             if ahead:
                 at = place * rows
                 context += worker.prev_token_ids[at : at + worker.prev_accept_lens[place]]
-            found = self.script.tree(context, len(req.origin_input_ids), self.turns[req.rid], vocab)
-            self.turns[req.rid] += found is not None
-            trees.append(found)
+            tree = self.script.tree(context, len(req.origin_input_ids), self.turns[req.rid], vocab)
+            self.turns[req.rid] += tree is not None
+            trees.append(tree)
         if len(self.turns) > 100_000:
             self.turns = Counter({req.rid: self.turns[req.rid] for req in batch.reqs})
         drafts(trees, tokens, mask, rows)
@@ -268,7 +245,7 @@ class Recorder(Guarded):
     # In the scheduler's thread
 
     def run(self, original: Callable, scheduler, batch, *args, **named):
-        """Around one batch: knows its requests, and hands over what was taken of it."""
+        """Run one batch, know its requests, and hand over what was taken of it."""
         self._batch, self._taken = batch, None
         if self._file is not None and time.monotonic() > self._look:
             self._timed(self._reread)
@@ -281,7 +258,7 @@ class Recorder(Guarded):
         return result
 
     def _reread(self) -> None:
-        """Takes a new rate from the file of the options, if it was edited while the server runs."""
+        """Take a new rate from the file of the options, if it was edited while the server runs."""
         self._look = time.monotonic() + EVERY
         if (changed := _changed(self._file)) == self._changed:
             return
@@ -434,7 +411,7 @@ class Recorder(Guarded):
     # In the writer's thread
 
     def close(self, timeout: float = 30.0) -> None:
-        """Waits until what was taken is written; recording ends. A server that is killed loses what still waits."""
+        """Wait until what was taken is written; recording ends. A server that is killed loses what still waits."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout)
@@ -484,7 +461,7 @@ class Recorder(Guarded):
         self._waiting = kept
 
     def _write(self, taken: Taken, late: bool) -> list[int]:
-        """Writes the chosen requests whose text is known by now; returns the others."""
+        """Write the chosen requests whose text is known by now; return the others."""
         if taken.ready is not None:
             taken.ready.synchronize()
             taken.ready = None
@@ -493,9 +470,9 @@ class Recorder(Guarded):
             if done is not None:
                 done.synchronize()
             for name, given in (("chosen_tokens", "next_token_ids"), ("lengths", "accept_lens")):
-                found = getattr(taken.result, given, None)
-                if hasattr(found, "cpu"):
-                    taken.host[name] = found.cpu()
+                array = getattr(taken.result, given, None)
+                if hasattr(array, "cpu"):
+                    taken.host[name] = array.cpu()
             taken.result = None
         host = taken.host
         left = []
@@ -513,13 +490,13 @@ class Recorder(Guarded):
         return left
 
     def _write_step(self, taken: Taken, place: int, text: Sequence[int], length: int) -> None:
-        own = {name: _row(array, place, taken.width) for name, array in taken.host.items() if name in ROWS}
-        tokens, chain = own["tokens"].tolist(), "next_token" not in own
+        rows = {name: _row(array, place, taken.width) for name, array in taken.host.items() if name in ROWS}
+        tokens, chain = rows["tokens"].tolist(), "next_token" not in rows
         if chain:
-            own["next_token"], own["next_sibling"] = np.arange(1, taken.width + 1), np.full(taken.width, -1)
-            own["next_token"][-1] = -1
+            rows["next_token"], rows["next_sibling"] = np.arange(1, taken.width + 1), np.full(taken.width, -1)
+            rows["next_token"][-1] = -1
         try:
-            tree, nodes = tree_of(tokens, own["next_token"].tolist(), own["next_sibling"].tolist())
+            tree, nodes = tree_of(tokens, rows["next_token"].tolist(), rows["next_sibling"].tolist())
         except ValueError as error:
             self._drop("links that make no tree")
             log.warning("ddtree-check: request %s, step %d: %s", taken.reqs[place].rid, taken.step, error)
@@ -546,11 +523,11 @@ class Recorder(Guarded):
         if f"slot{place}" in taken.host:
             source["own_slot"] = int(taken.host[f"slot{place}"][0])
         lists = {
-            "positions": own["positions"].tolist(),
-            **{name: own[f"received_{name}"].tolist() for name in LINKS[:2] if f"received_{name}" in own},
+            "positions": rows["positions"].tolist(),
+            **{name: rows[f"received_{name}"].tolist() for name in LINKS[:2] if f"received_{name}" in rows},
         }
         if about["metadata"]:
-            lists["parents"] = _received(own, taken.width)
+            lists["parents"] = _received(rows, taken.width)
         mask = taken.host.get(f"mask{place}")
         cut = about["mask_lengths"]
         if mask is not None and cut is not None and cut != taken.host["seq_lens"][: len(cut)].tolist():
@@ -569,11 +546,11 @@ class Recorder(Guarded):
             round=about["rounds"][place],
             source=source,
         )
-        found, mode = taken.rows[place], "linear" if chain else "tree_forked"
+        logits, mode = taken.rows[place], "linear" if chain else "tree_forked"
         step.add(
             mode,
-            found[0] if len(found) == 1 else None,
-            top=tuple(map(np.asarray, found)) if len(found) > 1 else None,
+            logits[0] if len(logits) == 1 else None,
+            top=tuple(map(np.asarray, logits)) if len(logits) > 1 else None,
             nodes=nodes,
             width=taken.width,
             mask=mask,
@@ -583,8 +560,8 @@ class Recorder(Guarded):
             step.accept(path, bonus)
         if path is not None and place in taken.states:
             layers = taken.runner.req_to_token_pool.mamba_map
-            held = pools.channels(taken.states.pop(place), layers, about["recurrent"])
-            step.commit(mode, path, {(layer, name): x for layer, own in held.items() for name, x in own.items()})
+            channels = pools.channels(taken.states.pop(place), layers, about["recurrent"])
+            step.commit(mode, path, {(layer, name): x for layer, rows in channels.items() for name, x in rows.items()})
         if step.write():
             self.counts["written"] += 1
         else:
@@ -615,7 +592,7 @@ ROWS = ("tokens", "positions", "next_token", "next_sibling", *(f"received_{name}
 def tree_of(
     tokens: Sequence[int], next_token: Sequence[int], next_sibling: Sequence[int]
 ) -> tuple[DraftTree, list[int]]:
-    """The tree that the walk over these links sees, and the node of each row; -1 for a row that it never reaches.
+    """Return the tree that the walk over these links sees, and the node of each row; -1 for one it never reaches.
 
     Never reached: a row without a link to it, and a later sibling with the token of an earlier one, as padding has it.
     Raises ValueError if the links make no tree.
@@ -628,44 +605,44 @@ def tree_of(
             if not 0 < child < rows or child <= row or parents[child] is not None or steps > rows:
                 raise ValueError(f"row {row} links to row {child}, expected a later row of {rows} with no other parent")
             parents[child], child, steps = row, next_sibling[child], steps + 1
-    nodes, kept, seen = [0], [0], set()
+    nodes, kept, taken = [0], [0], set()
     for row in range(1, rows):
         parent = parents[row]
         above = -1 if parent is None else nodes[parent]
-        if above < 0 or (above, tokens[row]) in seen:
+        if above < 0 or (above, tokens[row]) in taken:
             nodes.append(-1)
             continue
-        seen.add((above, tokens[row]))
+        taken.add((above, tokens[row]))
         nodes.append(len(kept))
         kept.append(row)
     return DraftTree(tuple(tokens[row] for row in kept), (-1, *(nodes[parents[row]] for row in kept[1:]))), nodes
 
 
 def parents_of_mask(mask: np.ndarray) -> list[int]:
-    """The last row before each that it may see, by an ancestor mask [n, n]; -1 if there is none."""
+    """Return the last row before each that it may see, by an ancestor mask [n, n]; -1 if there is none."""
     before = np.tril(mask, -1)
     return [int(row.nonzero()[0][-1]) if row.any() else -1 for row in before]
 
 
-def _received(own: Mapping, width: int) -> list[int]:
-    """The parents that the recurrent layers were told; the root's slot is filled, and means nothing.
+def _received(rows: Mapping, width: int) -> list[int]:
+    """Return the parents that the recurrent layers were told; the root's slot is filled, and means nothing.
 
     Without links their kernels go from row to row.
     """
-    parents = own.get("received_parent_token")
+    parents = rows.get("received_parent_token")
     if parents is None:
         return list(range(-1, width - 1))
     return [-1, *(int(parent) for parent in parents[1:])]
 
 
 def _accepted(host: Mapping, place: int, width: int, tree: DraftTree, nodes: Sequence[int]):
-    """The accepted nodes from the root on and the token after them, or None and None if the server did not say."""
+    """Return the accepted nodes from the root on and the token after them, or None twice if they are not said."""
     if "index" in host:
         index = [int(row) for row in np.asarray(host["index"][place]) if row >= 0]
-        own = [row - place * width for row in index]
-        if not own or any(not 0 <= row < width or nodes[row] < 0 for row in own):
+        local = [row - place * width for row in index]
+        if not local or any(not 0 <= row < width or nodes[row] < 0 for row in local):
             return None, None
-        return [nodes[row] for row in own], int(host["predict"][index[-1]])
+        return [nodes[row] for row in local], int(host["predict"][index[-1]])
     if "chosen_tokens" not in host or "lengths" not in host:
         return None, None
     length = int(host["lengths"][place])
@@ -680,7 +657,7 @@ def _accepted(host: Mapping, place: int, width: int, tree: DraftTree, nodes: Seq
 
 
 def _row(array, place: int, width: int) -> np.ndarray:
-    """A request's part of an array of the batch, [b, width] or [b * width]; graphs pad the batch."""
+    """Return a request's part of an array of the batch, [b, width] or [b * width]; graphs pad the batch."""
     return np.asarray(array).reshape(-1, width)[place].astype(np.int64)
 
 
@@ -692,8 +669,8 @@ def _changed(file: str | None) -> int | None:
 
 
 def _finished(req) -> bool:
-    found = getattr(req, "finished", None)
-    return bool(found() if callable(found) else found)
+    finished = getattr(req, "finished", None)
+    return bool(finished() if callable(finished) else finished)
 
 
 def _rank(worker) -> int:
@@ -702,11 +679,11 @@ def _rank(worker) -> int:
 
 
 def _recurrent(backend):
-    """The backend of the recurrent layers, inside whatever wraps it; None if the model has none."""
+    """Return the backend of the recurrent layers, inside whatever wraps it; None if the model has none."""
     for _ in range(4):
-        found = getattr(backend, "linear_attn_backend", None)
-        if found is not None:
-            return found
+        linear = getattr(backend, "linear_attn_backend", None)
+        if linear is not None:
+            return linear
         backend = next(
             (inner for name in ("primary", "decode_backend") if (inner := getattr(backend, name, None)) is not None),
             None,
@@ -717,7 +694,7 @@ def _recurrent(backend):
 
 
 def _masks(spec, batch, requests: int, rows: int, chosen: Sequence[int]) -> dict[str, Any]:
-    """The mask among the drafts of each chosen request, as far as its form is known; views, not copies."""
+    """Return the mask among the drafts of each chosen request, as far as its form is known; views, not copies."""
     mask, lengths = getattr(spec, "custom_mask", None), getattr(batch, "seq_lens_cpu", None)
     if mask is None or mask.dim() != 1 or "bool" not in str(mask.dtype):
         return {}
@@ -733,7 +710,7 @@ def _masks(spec, batch, requests: int, rows: int, chosen: Sequence[int]) -> dict
 
 
 def _own_slot(runner, req):
-    """The state slot that is a request's own by the pool's table, a copy [1] on its device; None if there is none.
+    """Return the state slot of a request by the pool's table, a copy [1] on its device; None if there is none.
 
     What the recurrent layers were given stands in their metadata, and may be another.
     """
@@ -743,13 +720,13 @@ def _own_slot(runner, req):
 
 
 def _capacity(runner) -> list[dict]:
-    """Needed and reserved, buffer by buffer, for as many requests as the server runs, each with a whole draft."""
+    """Return needed and reserved by buffer, for as many requests as the server runs, each with a whole draft."""
     args = runner.server_args
     rows, requests = getattr(args, "speculative_num_draft_tokens", None), getattr(args, "max_running_requests", None)
     if not rows or not requests:
         return []
-    found = needs({str(place): int(rows) - 1 for place in range(int(requests))}, pools.reserved(runner))
-    return [need.to_json() for need in found if need.request in (None, "0")]  # all requests alike: one says it
+    listed = needs({str(place): int(rows) - 1 for place in range(int(requests))}, pools.reserved(runner))
+    return [need.to_json() for need in listed if need.request in (None, "0")]  # all requests alike: one says it
 
 
 def _header(worker, vocab: int) -> dict:
@@ -786,12 +763,12 @@ def _plain(value):
 
 
 def _copy(tensor):
-    """A copy in the host's memory that may arrive later: see `_event`."""
+    """Return a copy in the host's memory that may arrive later: see `_event`."""
     return tensor.detach().to("cpu", non_blocking=True, copy=True)
 
 
 def _event(tensor):
-    """When the copies made so far on this stream have arrived; None where there is nothing to wait for."""
+    """Return when the copies made so far on this stream have arrived; None where there is nothing to wait for."""
     if not tensor.is_cuda:
         return None
     import torch

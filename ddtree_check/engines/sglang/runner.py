@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.errors import Unsupported, UsageError
+from ...base.errors import Unsupported, UsageError, one_line
+from ..precision import dtype_name, ieee
 from . import pools
 from .seams import TREES, Seam, place, start_mamba
 
@@ -36,7 +37,7 @@ WIDTHS = tuple(1 + 2**power for power in range(3, 13))  # rows of a verify: a ke
 
 
 def width_for(rows: int) -> int:
-    """The number of rows that a pass over `rows` rows is padded to: 9, 17, 33, 65 ..."""
+    """Return the number of rows that a pass over `rows` rows is padded to: 9, 17, 33, 65 ..."""
     return next((width for width in WIDTHS if width >= rows), rows)
 
 
@@ -116,7 +117,7 @@ class Runner:
         if self.dtype == torch.float32:
             _plain_layers()
         port = self.start.port or PortArgs.init_new(self.args).nccl_port
-        with _ieee():
+        with ieee():
             self.model_runner = ModelRunner(
                 model_config=config,
                 mem_fraction_static=self.args.mem_fraction_static,
@@ -150,7 +151,7 @@ class Runner:
     # What was started
 
     def facts(self) -> dict[str, Any]:
-        """What can change a number and is known once SGLang is up."""
+        """Return what can change a number and is known once SGLang is up."""
         kind = type(self.recurrent).__name__ if self.recurrent is not None else None
         facts = {
             "attention": f"sglang {type(getattr(self.backend, 'full_attn_backend', self.backend)).__name__}",
@@ -158,7 +159,7 @@ class Runner:
             "topk": self.topk,
             "fused": self.dtype != torch.float32,
             "graphs": pools.graph_rows(self.model_runner),
-            "reserved": self.reserved(),
+            "reserved": pools.reserved(self.model_runner),
             "state_dtype": None,
             "conv_dtype": None,
         } | pools.state_dtypes(self.model_runner)
@@ -171,28 +172,24 @@ class Runner:
         return facts
 
     def parameters(self) -> int:
-        """Of this rank."""
+        """Return how many this rank holds."""
         return sum(weight.numel() for weight in self.model_runner.model.parameters())
-
-    def reserved(self) -> dict[str, dict[str, Any]]:
-        """Rows and slots that SGLang set aside, by buffer, in the form of `plan.plan`."""
-        return pools.reserved(self.model_runner)
 
     # Passes
 
     def prefill(self, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
-        """Tokens from nothing: a text's number and the logits [vocabulary] of the last one."""
+        """Prefill tokens from nothing: a text's number and the logits [vocabulary] of the last one."""
         slots = Slots(self.allocator, len(tokens))
         logits = self._extend(tokens, slots, keep=1) if self._extends else self._one_by_one(tokens, slots)
         return self._keep(Text(slots.index, (slots,), self._save())), logits[-1]
 
     def forward(self, tokens: Sequence[int], keep: int) -> torch.Tensor:
-        """The logits [keep, vocabulary] of the last rows of a pass that keeps nothing."""
+        """Return the logits [keep, vocabulary] of the last rows of a pass that keeps nothing."""
         slots = Slots(self.allocator, len(tokens))
         return self._extend(tokens, slots, keep) if self._extends else self._in_chunks(tokens, slots, keep)
 
     def step(self, text: int, token: int) -> tuple[int, torch.Tensor]:
-        """One decode step behind a text: the new text's number and the logits [vocabulary]."""
+        """Make one decode step behind a text: the new text's number and the logits [vocabulary]."""
         before, slots = self.kept[text], Slots(self.allocator, 1)
         index = torch.cat([before.index, slots.index])
         self._restore(before.state)
@@ -200,7 +197,7 @@ class Runner:
         return self._keep(Text(index, (*before.held, slots), self._save())), logits
 
     def decode(self, text: int, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """Logits [n, vocabulary] of a tree's nodes, each by one decode step from its parent's state."""
+        """Return logits [n, vocabulary] of a tree's nodes, each by one decode step from its parent's state."""
         before, slots = self.kept[text], Slots(self.allocator, len(tokens))
         waiting = [parents.count(node) for node in range(len(parents))]
         paths: list[list[int]] = []
@@ -222,7 +219,7 @@ class Runner:
         return logits
 
     def verify(self, text, tokens, links, mask: np.ndarray, positions) -> tuple[int, torch.Tensor]:
-        """TARGET_VERIFY over rows behind a text: a pass's number and the logits [n, vocabulary].
+        """Run TARGET_VERIFY over rows behind a text: a pass's number and the logits [n, vocabulary].
 
         links: the node that each one continues (-1 the text), by which states and windows are forked; None: they run
         in row order. mask bool [n, n]; positions [n] from the end of the text.
@@ -235,7 +232,7 @@ class Runner:
         return number, logits[:n]
 
     def commit(self, number: int, node: int, path: Sequence[int]) -> int:
-        """SGLang's own commit of an accepted path after a verify: the new text's number.
+        """Run SGLang's own commit of an accepted path after a verify: the new text's number.
 
         The state and windows of row `node` are scattered into the request's slot, and the keys and values of the rows
         in `path` are moved behind those of the text.
@@ -256,28 +253,25 @@ class Runner:
         return self._keep(text)
 
     def contents(self, text: int) -> list[dict[str, torch.Tensor]]:
-        """What each layer of the model holds after a text, on this rank: keys and values [length, d], windows
+        """Return what each layer of the model holds after a text, on this rank: keys and values [length, d], windows
         [inputs, d] with the oldest first, a recurrent state."""
-        held = self.kept[text]
+        kept = self.kept[text]
         keys = self.allocator.get_kvcache()
         recurrent = {}
-        if held.state:
-            recurrent = pools.channels(held.state, self.requests.mamba_map, type(self.recurrent).__name__)
-        found = []
+        if kept.state:
+            recurrent = pools.channels(kept.state, self.requests.mamba_map, type(self.recurrent).__name__)
+        layers = []
         for layer in range(self.model_runner.model_config.num_hidden_layers):
             if layer in recurrent:
-                found.append(recurrent[layer])
+                layers.append(recurrent[layer])
                 continue
             read = {"keys": keys.get_key_buffer, "values": keys.get_value_buffer}
-            found.append({name: buffer(layer)[held.index].flatten(1) for name, buffer in read.items()})
-        return found
+            layers.append({name: buffer(layer)[kept.index].flatten(1) for name, buffer in read.items()})
+        return layers
 
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.kept.pop(number, None)
-
-    def free_slots(self) -> int:
-        return int(self.allocator.available_size())
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -286,7 +280,7 @@ class Runner:
 
     @property
     def _extends(self) -> bool:
-        """EXTEND's chunked delta rule takes no float32."""
+        """Return whether EXTEND runs: its chunked delta rule takes no float32."""
         return self.dtype != torch.float32 or self.pool is None
 
     def _width(self, rows: int) -> int:
@@ -303,7 +297,7 @@ class Runner:
         return self._next
 
     def _save(self) -> tuple[torch.Tensor, ...]:
-        """Copies of the request's windows [layers, d, inputs] and recurrent state [layers, ...]."""
+        """Return copies of the request's windows [layers, d, inputs] and recurrent state [layers, ...]."""
         if self.pool is None:
             return ()
         cache = self.pool.mamba_cache
@@ -317,7 +311,7 @@ class Runner:
             tensor[:, self.slot] = saved
 
     def _decode(self, token: int, index: torch.Tensor) -> torch.Tensor:
-        """DECODE of one token, whose slot is the last of `index`."""
+        """Run DECODE of one token, whose slot is the last of `index`."""
         length = len(index)
         self.requests.req_to_token[self.row, :length] = index.to(torch.int32)
         return self._run("DECODE", [token], [length - 1], length, index[-1:])[0]
@@ -346,9 +340,9 @@ class Runner:
             return self._run("EXTEND", tokens, range(n), n, slots.index, **extra)
 
     def _in_chunks(self, tokens: Sequence[int], slots: Slots, keep: int) -> torch.Tensor:
-        """One DECODE, then TARGET_VERIFY along the text in chunks of one width, each committed whole."""
+        """Run one DECODE, then TARGET_VERIFY along the text in chunks of one width, each committed whole."""
         self._restore(None)
-        found = [self._decode(tokens[0], slots.index[:1])[None]]
+        parts = [self._decode(tokens[0], slots.index[:1])[None]]
         chunk = self.rows
         text = Text(slots.index[:1], (), self._save())
         for at in range(1, len(tokens), chunk):
@@ -357,15 +351,15 @@ class Runner:
             lent = Slots(self.allocator, chunk)
             mask = np.tril(np.ones((n, n), dtype=bool))
             logits = self._verify(text, lent, tuple(part), None, mask, tuple(range(n)))
-            found.append(logits[:n])
+            parts.append(logits[:n])
             if at + chunk < len(tokens):
                 number = self._keep(Pass(text, lent, (tuple(part), None, mask, tuple(range(n)))))
                 text = self.kept[key := self.commit(number, n - 1, range(n))]
                 self.drop((number, key))
-        return torch.cat(found)[-keep:]
+        return torch.cat(parts)[-keep:]
 
     def _verify(self, text: Text, slots: Slots, tokens, links, mask, positions) -> torch.Tensor:
-        """Logits [width, vocabulary]; rows past the tree's are read by none of its rows."""
+        """Return logits [width, vocabulary]; rows past the tree's are read by none of its rows."""
         n, width, length = len(tokens), len(slots.index), len(text.index)
         shown = np.zeros((width, length + width), dtype=bool)
         shown[:, :length] = True
@@ -395,7 +389,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _forking(self, on: bool, width: int) -> Iterator[None]:
-        """SGLang's gate: with a topk of 1 it hands its recurrent layers no links. A graph replays what it captured."""
+        """Set SGLang's gate: with a topk of 1 recurrent layers get no links. A graph replays what it captured."""
         runner = getattr(self.model_runner, "decode_cuda_graph_runner", None)
         fits = self.recurrent is None or on == (self.topk > 1)
         if self.recurrent is not None:
@@ -412,7 +406,7 @@ class Runner:
 
     @torch.no_grad()
     def _run(self, mode: str, tokens, positions, length: int, out: torch.Tensor, **extra) -> torch.Tensor:
-        """One forward pass of the one request, `length` as SGLang counts it in this mode. Logits [rows, vocabulary]."""
+        """Run one forward pass of the one request, `length` as SGLang counts it. Return logits [rows, vocabulary]."""
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
         where = {"device": self.device}
@@ -439,24 +433,28 @@ class Runner:
         if mode != "TARGET_VERIFY" and runner is not None:  # its graphs are verifies
             self.model_runner.decode_cuda_graph_runner = None
         try:
-            with _ieee():
-                found = self.model_runner.forward(batch)
+            with ieee():
+                output = self.model_runner.forward(batch)
         except torch.cuda.OutOfMemoryError as error:
-            raise UsageError(f"memory: no room for {mode} of {len(places)} rows ({_line(error)})") from error
+            raise UsageError(f"memory: no room for {mode} of {len(places)} rows ({one_line(error)})") from error
         except (NotImplementedError, AssertionError, RuntimeError, ValueError) as error:  # whatever kernels object to
-            words = "refuses" if isinstance(error, NotImplementedError) else f"does not get through ({_kind(error)})"
-            raise Unsupported(f"SGLang {words} {mode} of {len(places)} rows: {_line(error)}") from error
+            words = (
+                "refuses"
+                if isinstance(error, NotImplementedError)
+                else f"does not get through ({type(error).__name__})"
+            )
+            raise Unsupported(f"SGLang {words} {mode} of {len(places)} rows: {one_line(error)}") from error
         finally:
             if mode != "TARGET_VERIFY" and runner is not None:
                 self.model_runner.decode_cuda_graph_runner = runner
-        found = getattr(found, "logits_output", found[0] if isinstance(found, tuple) else found)
+        output = getattr(output, "logits_output", output[0] if isinstance(output, tuple) else output)
         # SGLang widens the logits it computed in the model's dtype: this takes nothing away.
         wide = getattr(self.args, "enable_fp32_lm_head", False)
-        return found.next_token_logits.to(torch.float32 if wide else self.dtype, copy=True)
+        return output.next_token_logits.to(torch.float32 if wide else self.dtype, copy=True)
 
 
 def child_links(parents: Sequence[int], rows: int) -> tuple[list[int], list[int]]:
-    """SGLang's form of a tree: each node's first child and next sibling, -1 for none; siblings ascend."""
+    """Return SGLang's form of a tree: each node's first child and next sibling, -1 for none; siblings ascend."""
     first, sibling, last = [-1] * rows, [-1] * rows, {}
     for node, parent in enumerate(parents):
         if parent < 0:
@@ -473,7 +471,7 @@ def child_links(parents: Sequence[int], rows: int) -> tuple[list[int], list[int]
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Redraws SGLang's dummy weights by the rules of `loading.build_random`: sensitive to the recurrent states."""
+    """Redraw SGLang's dummy weights by the rules of `loading.build_random`: sensitive to the recurrent states."""
     from ..transformers.loading import RANGES, _randomize
 
     draw = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
@@ -485,7 +483,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if not weight.is_floating_point() or weight.dtype.itemsize < 2:
-                raise UsageError(f"weights: {name} is {_name(weight.dtype)}; expected a model that is not quantised")
+                raise UsageError(
+                    f"weights: {name} is {dtype_name(weight.dtype)}; expected a model that is not quantised"
+                )
             _randomize(name.rpartition(".")[2], name, weight, draw, RANGES)
             weight.add_(norms.get(id(weight), 0.0))
         head = getattr(getattr(model, "lm_head", None), "weight", None)
@@ -507,7 +507,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def _plain_layers() -> None:
-    """SGLang's own plain code in place of its fused kernels, in this whole process, for float32.
+    """Put SGLang's own plain code in place of its fused kernels, in this whole process, for float32.
 
     The fused norms take half precision only, and the kernel that normalises and rotates queries and keys rounds them to
     bfloat16 whatever the model's dtype (seen in 0.5.17).
@@ -523,7 +523,7 @@ def _plain_layers() -> None:
 
 @contextlib.contextmanager
 def _last_rows(model: torch.nn.Module, keep: int) -> Iterator[None]:
-    """EXTEND computes the last row's logits alone; here those of the last `keep` rows of its one request."""
+    """Let EXTEND compute the logits of the last `keep` rows of its one request, and not of the last alone."""
     processor = next((m for m in model.modules() if hasattr(m, "_get_pruned_states")), None)
     if keep == 1 or processor is None:
         if keep != 1:
@@ -543,33 +543,22 @@ def _last_rows(model: torch.nn.Module, keep: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ieee() -> Iterator[None]:
-    """float32 products as float32, not TF32."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
-@contextlib.contextmanager
 def _reasons() -> Iterator[None]:
-    """What SGLang raises while it starts, in one line and of the kind that decides the exit code."""
+    """Turn what SGLang raises while it starts into one line, of the kind that decides the exit code."""
     try:
         yield
     except (UsageError, Unsupported):
         raise
     except NotImplementedError as error:
-        raise Unsupported(f"SGLang refuses this model: {_line(error)}") from error
+        raise Unsupported(f"SGLang refuses this model: {one_line(error)}") from error
     except torch.cuda.OutOfMemoryError as error:
-        raise UsageError(f"memory: SGLang does not fit on the GPU ({_line(error)}); {SMALLER}") from error
+        raise UsageError(f"memory: SGLang does not fit on the GPU ({one_line(error)}); {SMALLER}") from error
     except ImportError as error:
-        raise UsageError(f"engine: sglang cannot be imported ({_line(error)}); see constraints-sglang.txt") from error
+        raise UsageError(
+            f"engine: sglang cannot be imported ({one_line(error)}); see constraints-sglang.txt"
+        ) from error
     except Exception as error:
-        text = _line(error)
+        text = one_line(error)
         if "not enough memory" in text.lower() or "out of memory" in text.lower():
             raise UsageError(f"memory: SGLang does not fit on the GPU ({text}); {SMALLER}") from error
         if any(words in text.lower() for words in REFUSALS):
@@ -579,16 +568,3 @@ def _reasons() -> Iterator[None]:
 
 REFUSALS = ("not supported for now", "is not supported", "does not support", "not in full attention layers")
 SMALLER = "take a smaller --budget, --dtype or model, or --tp over several GPUs"
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 240 else text[:237] + "..."
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

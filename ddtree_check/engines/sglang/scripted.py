@@ -7,13 +7,13 @@ that the walk must end where the script says. See docs/sglang-server.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ...base.errors import named, usage_errors
+from ...base.errors import named, need, usage_errors
 from ...base.files import parse_json, read_text
 from ...tree.draft_tree import COMMITTED, DraftTree, ancestors
 from ...tree.drafts.shapes import shape
@@ -46,7 +46,7 @@ class Script:
     seed: int = 0
 
     def tree(self, context: Sequence[int], prompt: int, turn: int, vocab: int) -> DraftTree | None:
-        """The tree behind `context`, whose first `prompt` tokens are the prompt and whose last token is the root.
+        """Return the tree behind `context`: its first `prompt` tokens are the prompt, its last one is the root.
 
         None if the tree of this turn follows a text and the context is on none, or at the end of one.
         """
@@ -65,7 +65,7 @@ class Script:
 
 
 def deal(planned: Planned, root: int, ahead: Sequence[int], vocab: int, seed: int) -> DraftTree:
-    """Tokens for a tree: those of its path continue the text by `ahead` (len(path)), no other node continues it.
+    """Return tokens for a tree: those of its path continue the text by `ahead` (len(path)), no other node continues it.
 
     `ahead` has one token more than the path has nodes below the root: the one after it, which no child may be.
     """
@@ -84,7 +84,7 @@ def deal(planned: Planned, root: int, ahead: Sequence[int], vocab: int, seed: in
 
 
 def drafts(trees: Sequence[DraftTree | None], tokens: np.ndarray, mask: np.ndarray, rows: int) -> None:
-    """Writes trees over the drafts of a batch: tokens int [b * rows], mask [b * rows * rows], both in place.
+    """Write trees over the drafts of a batch: tokens int [b * rows], mask [b * rows * rows], both in place.
 
     A row past a tree's last node is a child of the root with token 0, as SGLang itself pads.
     """
@@ -104,7 +104,7 @@ def drafts(trees: Sequence[DraftTree | None], tokens: np.ndarray, mask: np.ndarr
 
 
 def read_script(path: str | Path) -> Script:
-    """A script by its file. Raises UsageError, in one line, naming the entry and what was expected."""
+    """Return a script by its file. Raises UsageError, in one line, naming the entry and what was expected."""
     with usage_errors():
         data = parse_json(read_text(path), str(path))
         with named(str(path)):
@@ -112,60 +112,56 @@ def read_script(path: str | Path) -> Script:
 
 
 def _script(data: object) -> Script:
-    if not isinstance(data, dict) or not isinstance(data.get("trees"), list) or not data["trees"]:
-        raise ValueError('no "trees", expected {"trees": [...], "texts": [...]}')
-    unknown = sorted(data.keys() - {"trees", "texts", "seed"})
-    if unknown:
-        raise ValueError(f"unknown {unknown[0]!r:.40}, expected trees, texts, seed")
-    texts = data.get("texts", [])
-    if not isinstance(texts, list):
-        raise ValueError(f"texts {texts!r:.40}, expected a list")
-    if not isinstance(seed := data.get("seed", 0), int) or seed < 0:
-        raise ValueError(f"seed {seed!r:.40}, expected a number of at least 0")
-    found = Script(
-        tuple(_planned(f"trees[{at}]", entry) for at, entry in enumerate(data["trees"])),
+    trees = data.get("trees") if isinstance(data, dict) else None
+    need(isinstance(trees, list) and trees, 'no "trees":', trees, '{"trees": [...], "texts": [...]}')
+    for name in data:
+        need(name in ("trees", "texts", "seed"), "unknown", name, "trees, texts, seed")
+    texts, seed = data.get("texts", []), data.get("seed", 0)
+    need(isinstance(texts, list), "texts", texts, "a list")
+    need(isinstance(seed, int) and seed >= 0, "seed", seed, "a number of at least 0")
+    script = Script(
+        tuple(_planned(f"trees[{at}]", entry) for at, entry in enumerate(trees)),
         tuple(_text(f"texts[{at}]", entry) for at, entry in enumerate(texts)),
         seed,
     )
-    if not found.texts and any(tree.tokens is None for tree in found.trees):
+    if not script.texts and any(tree.tokens is None for tree in script.trees):
         raise ValueError('no "texts", expected what the server writes, for trees that say what is to be accepted')
-    return found
+    return script
 
 
 def _text(where: str, entry: object) -> Text:
-    if not isinstance(entry, dict) or entry.keys() != {"prompt", "tokens"}:
-        raise ValueError(f"{where} {entry!r:.60}, expected an object with prompt and tokens, lists of token ids")
+    good = isinstance(entry, dict) and entry.keys() == {"prompt", "tokens"}
+    need(good, where, entry, "an object with prompt and tokens, lists of token ids")
     return Text(tuple(_ids(f"{where}: prompt", entry["prompt"])), tuple(_ids(f"{where}: tokens", entry["tokens"])))
 
 
 def _planned(where: str, entry: object) -> Planned:
-    if not isinstance(entry, dict) or ("parents" in entry) == ("shape" in entry):
-        raise ValueError(f"{where} {entry!r:.60}, expected an object with either parents or shape")
-    unknown = sorted(entry.keys() - {"parents", "tokens", "shape", "nodes", "seed", "order", "accept"})
-    if unknown:
-        raise ValueError(f"{where}: unknown {unknown[0]!r:.40}, expected parents or shape, and tokens or accept")
+    good = isinstance(entry, dict) and ("parents" in entry) != ("shape" in entry)
+    need(good, where, entry, "an object with either parents or shape")
+    keys = ("parents", "tokens", "shape", "nodes", "seed", "order", "accept")
+    for name in entry:
+        need(name in keys, f"{where}: unknown", name, "parents or shape, and tokens or accept")
     try:
         if "shape" in entry:
-            named = {name: entry[name] for name in ("order",) if name in entry}
-            bare = shape(entry["shape"], entry.get("nodes", 15), vocab=ANY, seed=entry.get("seed", 0), **named)
+            order = {name: entry[name] for name in ("order",) if name in entry}
+            bare = shape(entry["shape"], entry.get("nodes", 15), vocab=ANY, seed=entry.get("seed", 0), **order)
         else:
             parents = tuple(_ids("parents", entry["parents"], least=COMMITTED))
             bare = DraftTree((None, *range(1, len(parents))), parents)
-        if "tokens" in entry:
-            if "accept" in entry:
-                raise ValueError("tokens and accept, expected one of them")
-            tokens = entry["tokens"]
-            if not isinstance(tokens, list) or not tokens:
-                raise ValueError(f"tokens {tokens!r:.40}, expected one token id for each node")
-            tokens = (None, *_ids("tokens", tokens[1:]))
-            return Planned(DraftTree(tokens, bare.parents).parents, (), tokens)
-        return Planned(bare.parents, bare.path(_last(bare, entry.get("accept", "side"))))
+        if "tokens" not in entry:
+            return Planned(bare.parents, bare.path(_last(bare, entry.get("accept", "side"))))
+        if "accept" in entry:
+            raise ValueError("tokens and accept, expected one of them")
+        tokens = entry["tokens"]
+        need(isinstance(tokens, list) and tokens, "tokens", tokens, "one token id for each node")
+        tokens = (None, *_ids("tokens", tokens[1:]))
+        return Planned(DraftTree(tokens, bare.parents).parents, (), tokens)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _last(tree: DraftTree, accept: object) -> int:
-    """The node where the walk is to end."""
+    """Return the node where the walk is to end."""
     if isinstance(accept, int) and not isinstance(accept, bool) and 0 <= accept < len(tree):
         return accept
     if accept not in ACCEPTS:
@@ -183,10 +179,9 @@ def _last(tree: DraftTree, accept: object) -> int:
     return max(sorted(among), key=lambda node: tree.depth[node])
 
 
-def _ids(where: str, values: object, *, least: int = 0) -> Iterable[int]:
-    if not isinstance(values, list) or not values:
-        raise ValueError(f"{where} {values!r:.40}, expected a list of numbers")
-    odd = [value for value in values if not isinstance(value, int) or isinstance(value, bool) or value < least]
-    if odd:
-        raise ValueError(f"{where}: {odd[0]!r:.40}, expected numbers of at least {least}")
+def _ids(where: str, values: object, *, least: int = 0) -> list[int]:
+    need(isinstance(values, list) and values, where, values, "a list of numbers")
+    for value in values:
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        need(good, f"{where}:", value, f"numbers of at least {least}")
     return values

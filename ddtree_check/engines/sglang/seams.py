@@ -72,8 +72,8 @@ FAMILIES = {  # model types of ours that SGLang 0.5.17 has a model class for; do
 
 
 def readable(config):
-    """A text configuration in transformers' words for its layers, which SGLang's own classes do not use; changed in
-    place."""
+    """Put a text configuration into transformers' words for its layers, which SGLang's classes do not use; change it
+    in place."""
     if hasattr(config, "is_kda_layer"):  # SGLang's KimiLinearConfig, where transformers has none yet
         kinds = ("full_attention", "linear_attention")
         config.layer_types = [kinds[config.is_kda_layer(layer)] for layer in range(config.num_hidden_layers)]
@@ -82,7 +82,7 @@ def readable(config):
 
 
 def installed() -> str:
-    """SGLang's version. Raises UsageError, with the way on, if it is not installed."""
+    """Return SGLang's version. Raises UsageError, with the way on, if it is not installed."""
     if find_spec("sglang") is None:
         raise UsageError(
             "engine: sglang is not installed here; in an environment of its own (it pins torch and transformers), "
@@ -94,26 +94,26 @@ def installed() -> str:
         return "unknown"
 
 
-def find_seam(found: str) -> tuple[str, Seam]:
-    """The row for a version: its own, or that of the newest version before it, then as 'untested'.
+def find_seam(release: str) -> tuple[str, Seam]:
+    """Return the row for a version: its own, or that of the newest version before it, then as 'untested'.
 
     Raises UsageError for one that is older than all rows.
     """
-    if found in SEAMS:
-        return found, SEAMS[found]
+    if release in SEAMS:
+        return release, SEAMS[release]
     try:
-        older = [name for name in SEAMS if Version(name) <= Version(found)]
+        older = [name for name in SEAMS if Version(name) <= Version(release)]
     except InvalidVersion:
         older = list(SEAMS)
     if not older:
-        raise UsageError(f"engine: sglang {found} is installed, expected {min(SEAMS, key=Version)} or newer")
+        raise UsageError(f"engine: sglang {release} is installed, expected {min(SEAMS, key=Version)} or newer")
     name = max(older, key=Version)
     row = SEAMS[name]
     return name, Seam("untested", row.needs, row.ranks, row.mask, row.start)
 
 
 def place(seam: Seam, args, rank: int, gpu: int, port: int, model_config) -> dict[str, Any]:
-    """The arguments by which a model runner learns its tensor-parallel place; starts the runtime where that is due."""
+    """Return the arguments that tell a model runner its tensor-parallel place; start the runtime where due."""
     size = args.tp_size
     if seam.ranks == "numbers":
         return {"tp_rank": rank, "tp_size": size, "moe_ep_rank": 0, "moe_ep_size": 1, "pp_rank": 0, "pp_size": 1}
@@ -135,12 +135,12 @@ def place(seam: Seam, args, rank: int, gpu: int, port: int, model_config) -> dic
 
 
 def start_mamba(args) -> None:
-    """Chooses the kernel of Mamba-2's step, as the scheduler does before it captures graphs."""
+    """Choose the kernel of Mamba-2's step, as the scheduler does before it captures graphs."""
     for module in ("sglang.kernels.ops.mamba.triton_ops", "sglang.srt.layers.attention.mamba.ops"):
         try:
-            found = getattr(importlib.import_module(module), "initialize_mamba_selective_state_update_backend", None)
+            start = getattr(importlib.import_module(module), "initialize_mamba_selective_state_update_backend", None)
         except ImportError:
             continue
-        if found is not None:
-            found(args)
+        if start is not None:
+            start(args)
             return

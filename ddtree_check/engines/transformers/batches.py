@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ IDLE = 0  # the token of rows and requests that only fill a batch
 
 
 def without(engine) -> str | None:
-    """Why an engine has no passes over several requests, or None."""
+    """Return why an engine has no passes over several requests, or None."""
     single = sorted({*engine.family.calls.values(), *engine.family.selects.values()} - set(STANDS_IN))
     if single:
         return f"{engine.family.title}: the stand-in for {', '.join(single)} takes one request at a time"
@@ -40,10 +40,7 @@ class Row:
 
 
 class Batches:
-    """Passes over several requests. Each takes and gives what the engine's own of one request does, in the same order.
-
-    padding: on which side shorter prompts, or the keys of shorter prefixes, are filled up: 'left' or 'right'.
-    """
+    """Passes over several requests, each as the engine's own of one; see `contract.Batches`."""
 
     def __init__(self, engine):
         self.engine, self.caches = engine, engine.caches
@@ -51,12 +48,9 @@ class Batches:
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, padding: str = "left", width: int | None = None
     ) -> list[Prefix]:
-        """A Prefix for each prompt. width: columns of the batch, the longest prompt's or more.
-
-        Left: the library's own pass, with the mask that tells its recurrent layers which columns to pass over. Right:
-        its recurrences would run on through the padding, so after each first token our mixers take over, and the
-        states at each prompt's own last row are kept.
-        """
+        # Left: the library's own pass, with the mask that tells its recurrent layers which columns to pass over. Right:
+        # its recurrences would run on through the padding, so after each first token our mixers take over, and the
+        # states at each prompt's own last row are kept.
         longest = max(width or 0, *map(len, prompts))
         if padding == "right":
             return self._prefill_right(prompts, longest)
@@ -73,34 +67,33 @@ class Batches:
         mask = torch.tensor(real, device=engine.device) if not real.all() else None
         whole = self.caches.new()
         logits = engine._run(tokens, positions, whole, mask=engine._masks(seen, mask), keep=1)
-        found = []
+        made = []
         for request, prompt in enumerate(prompts):
             columns = []
             for layer in range(len(whole.layers)):
                 kept = self.caches.kept(whole, layer)
                 columns.append(range(max(0, kept - len(prompt)), kept))
             part = self.caches.settle(self.caches.part(whole, request, columns, len(prompt)))
-            found.append(Prefix(part, len(prompt), logits[request, 0]))
-        return found
+            made.append(Prefix(part, len(prompt), logits[request, 0]))
+        return made
 
     def _prefill_right(self, prompts: Sequence[Sequence[int]], longest: int) -> list[Prefix]:
-        found = self.prefill([prompt[:1] for prompt in prompts])
+        made = self.prefill([prompt[:1] for prompt in prompts])
         more = [request for request, prompt in enumerate(prompts) if len(prompt) > 1]
         if more:
             chains = [DraftTree.chain(prompts[request][1:]) for request in more]
-            before = [found[request] for request in more]
+            before = [made[request] for request in more]
             passes = self.verify(before, chains, FORKED, padding="right", rows=longest - 1)
             for request, chain, verified in zip(more, chains, passes, strict=True):
-                found[request] = self.engine.commit(verified, len(chain) - 1)
-        return found
+                made[request] = self.engine.commit(verified, len(chain) - 1)
+        return made
 
     def step(
         self, prefixes: Sequence[Prefix], tokens: Sequence[int], *, padding: str = "left"
     ) -> list[tuple[torch.Tensor, Prefix]]:
-        """One plain decode step of every request: logits [vocabulary] and the Prefix that then stands."""
         chains = [DraftTree.chain([token]) for token in tokens]
-        found = self.verify(prefixes, chains, None, padding=padding)
-        return [(verified.logits[0], self.engine.commit(verified, 0)) for verified in found]
+        passes = self.verify(prefixes, chains, None, padding=padding)
+        return [(verified.logits[0], self.engine.commit(verified, 0)) for verified in passes]
 
     def verify(
         self,
@@ -112,10 +105,6 @@ class Batches:
         rows: int | None = None,
         idle: int = 0,
     ) -> list[Verified]:
-        """One pass over all trees. Smaller trees are filled up with rows behind their last node, which nothing reads.
-
-        rows: rows of every tree, the widest's or more; idle: requests that only fill the batch, behind the others.
-        """
         engine, count = self.engine, max(rows or 0, *map(len, trees))
         filled = [_filled(tree, count) for tree in trees]
         starts = list(prefixes)
@@ -131,57 +120,50 @@ class Batches:
 
         def seen(layer, window):
             longest = max(kept[layer])
-            found = np.zeros((len(filled), count, longest + count), dtype=bool)
+            made = np.zeros((len(filled), count, longest + count), dtype=bool)
             for request, (plan, keys) in enumerate(zip(plans.requests, kept[layer], strict=True)):
-                found[request][:, _columns(longest, keys, count, padding)] = visible(plan, keys, window)
-            return found
+                made[request][:, _columns(longest, keys, count, padding)] = visible(plan, keys, window)
+            return made
 
         names = engine._swappable if wiring else engine.family.selects
         with engine._swapped(plans, record, names) if names else contextlib.nullcontext():
             logits = engine._run([tree.tokens for tree in filled], positions, whole, mask=engine._masks(seen))
-        found = []
+        made = []
         for request, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
-            n = len(tree)
+            n = tree.n
             columns = [_columns(max(keys), keys[request], n, padding) for keys in kept]
             inputs = {
-                layer: {number: x[request : request + 1, :, :n] for number, x in held.items()}
-                for layer, held in record.inputs.items()
+                layer: {number: x[request : request + 1, :, :n] for number, x in rows_by_number.items()}
+                for layer, rows_by_number in record.inputs.items()
             }
-            found.append(
-                replace(
-                    record,
-                    prefix=prefix,
-                    tree=tree,
-                    plan=wiring.plan(tree) if wiring else None,
-                    cache=self.caches.part(whole, request, columns, prefix.length + n),
-                    logits=logits[request, :n],
-                    scans={layer: Row(scan, request) for layer, scan in record.scans.items()},
-                    inputs=inputs,
-                    ends=n == count,
-                )
+            plan, cache = (
+                wiring.plan(tree) if wiring else None,
+                self.caches.part(whole, request, columns, prefix.length + n),
             )
-        return found
+            scans = {layer: Row(scan, request) for layer, scan in record.scans.items()}
+            made.append(Verified(prefix, tree, plan, cache, logits[request, :n], scans, inputs, ends=n == count))
+        return made
 
     def reorder(self, prefixes: Sequence[Prefix], order: Sequence[int]) -> list[Prefix]:
-        """The requests of one joined cache in another order, by the library's own permutation; some may come twice."""
+        """Return the requests of one joined cache in another order, by the library's own permutation."""
         whole, kept = self.caches.join([prefix.cache for prefix in prefixes], "left")
         self.caches.reorder(whole, torch.tensor(list(order), device=self.engine.device))
-        found = []
+        moved = []
         for place, request in enumerate(order):
-            own = prefixes[request]
+            before = prefixes[request]
             columns = [_columns(max(keys), keys[request], 0, "left") for keys in kept]
-            part = self.caches.settle(self.caches.part(whole, place, columns, own.length))
-            found.append(Prefix(part, own.length, own.logits))
-        return found
+            part = self.caches.settle(self.caches.part(whole, place, columns, before.length))
+            moved.append(Prefix(part, before.length, before.logits))
+        return moved
 
 
 def _filled(tree: DraftTree, rows: int) -> DraftTree:
-    """The tree with a chain of its last token behind its last node, up to so many rows."""
-    more = rows - len(tree)
-    return DraftTree((*tree.tokens, *tree.tokens[-1:] * more), (*tree.parents, *range(len(tree) - 1, rows - 1)))
+    """Return the tree with a chain of its last token behind its last node, up to so many rows."""
+    more = rows - tree.n
+    return DraftTree((*tree.tokens, *tree.tokens[-1:] * more), (*tree.parents, *range(tree.n - 1, rows - 1)))
 
 
 def _columns(longest: int, kept: int, rows: int, padding: str) -> list[int]:
-    """Which columns of a joined cache hold the `kept` keys of a request, and its first `rows` rows behind them."""
+    """Return the columns of a joined cache that hold `kept` keys of a request, and `rows` rows behind them."""
     first = longest - kept if padding == "left" else 0
     return [*range(first, first + kept), *range(longest, longest + rows)]

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import transformers
 from packaging.version import Version
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from ...base.errors import Unsupported, UsageError
@@ -24,6 +23,7 @@ from ...model.mixers import causal_conv
 from ...model.wiring import FORKED, Attention, Layer, Plan, Wiring, reads
 from ...tree.draft_tree import DraftTree
 from ..contract import BaseEngine, Watched
+from ..precision import KeepFloat64, dtype_name, ieee
 from . import loading
 from .adapters import ADAPTERS, Swap
 from .adapters.caches import CACHES
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .batches import Batches
 
 OLDEST = Version("5.15")  # the common function names, the mask by layer type and the one hybrid cache exist since then
+_ONE_ROW = FORKED.plan(DraftTree.chain([0]))  # of a decode step: which token it is changes nothing
 _SWAP = threading.RLock()  # swapped functions are module globals: one pass at a time
 
 
@@ -63,6 +64,7 @@ class TransformersEngine(BaseEngine):
         self._decoder = model.get_decoder()
         self._module = sys.modules[type(model).__module__]
         self._features: tuple[int, ...] = ()
+        self._kinds = self.family.kinds_of(self.config)
         self.caches = CACHES[self.family.keeps](model, self.config)
         missing = [name for name in self._swappable if not hasattr(*self._place(name))]
         if missing:
@@ -79,16 +81,16 @@ class TransformersEngine(BaseEngine):
     def load(
         cls, model: str | None, *, mixers: str = "library", args: Mapping[str, object] | None = None, **settings
     ) -> TransformersEngine:
-        """Loads a model by name, path or hub id; see `loading.load_model`. args: mixers and attention by name."""
-        own = {"mixers": mixers} | dict(args or {})
-        if unknown := own.keys() - {"mixers", "attention"}:
+        """Load a model by name, path or hub id; see `loading.load_model`. args: mixers and attention by name."""
+        options = {"mixers": mixers} | dict(args or {})
+        if unknown := options.keys() - {"mixers", "attention"}:
             raise UsageError(f"engine-arg: got {min(unknown)}, expected mixers=own or attention=eager")
-        mixers = own.pop("mixers")
-        loaded, provenance = loading.load_model(model, **settings, **own)
+        mixers = options.pop("mixers")
+        loaded, provenance = loading.load_model(model, **settings, **options)
         return cls(loaded, mixers=mixers, provenance=provenance)
 
     def exact(self) -> TransformersEngine:
-        """This model in float64 with our mixers throughout: the oracle. Raises UsageError if it does not fit."""
+        """Return this model in float64 with our mixers throughout: the oracle. Raises UsageError if it does not fit."""
         needed = 8 * sum(weight.numel() for weight in self.model.parameters())
         loading.require_memory("the float64 oracle", needed, self.device)
         model = copy.deepcopy(self.model).double()
@@ -110,7 +112,7 @@ class TransformersEngine(BaseEngine):
             if self.device.type == "cuda"
             else platform.machine(),
             "threads": torch.get_num_threads(),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             "state_dtype": state,
             "attention": self.config._attn_implementation,
             "experts": getattr(self.config, "_experts_implementation", None),
@@ -124,7 +126,7 @@ class TransformersEngine(BaseEngine):
         return None
 
     def batches(self) -> Batches | str:
-        """Passes over several requests at once, or the reason why there are none."""
+        """Return passes over several requests at once, or the reason why there are none."""
         from .batches import Batches, without
 
         return without(self) or Batches(self)
@@ -161,7 +163,7 @@ class TransformersEngine(BaseEngine):
         prefix, tree = verified.prefix, verified.tree
         path = tree.path(node)
         if verified.plan is None:
-            if verified.ends and path == tuple(range(len(tree))):
+            if verified.ends and path == tuple(range(tree.n)):
                 settled = self.caches.settle(self.caches.fork(verified.cache))
                 return Prefix(settled, prefix.length + len(path), verified.logits[node])
             # The library keeps the state of the last row only, so a shorter accept is run again.
@@ -171,7 +173,7 @@ class TransformersEngine(BaseEngine):
         stored = verified.plan.commit[node]
         kept = tuple(verified.plan.commit[step] for step in path)
         cache = self.caches.fork(prefix.cache)
-        self.caches.keep_rows(cache, verified.cache, kept, len(tree))
+        self.caches.keep_rows(cache, verified.cache, kept, tree.n)
         for index in range(len(self.layers)):
             for state, inputs in verified.inputs.get(index, {}).items():
                 window = self.caches.windows(cache, index)[state]
@@ -193,16 +195,16 @@ class TransformersEngine(BaseEngine):
 
     @contextlib.contextmanager
     def watch(self, layers: Sequence[int]) -> Iterator[Watched]:
-        seen = Watched()
+        watched = Watched()
 
         def keep(layer: int, output) -> None:
             rows = output[0] if isinstance(output, tuple) else output
-            seen.outputs[layer] = rows.detach()[0].flatten(1)  # models with several streams a row: side by side
+            watched.outputs[layer] = rows.detach()[0].flatten(1)  # models with several streams a row: side by side
 
         def keep_routes(layer: int, args: tuple) -> None:
             chosen = [x for x in args if isinstance(x, torch.Tensor) and not x.is_floating_point()]
             if chosen:
-                seen.routes[layer] = chosen[0].detach().flatten(0, -2)
+                watched.routes[layer] = chosen[0].detach().flatten(0, -2)
 
         with contextlib.ExitStack() as undo:
             for index, layer in enumerate(self._decoder.layers):
@@ -220,7 +222,7 @@ class TransformersEngine(BaseEngine):
                             with_kwargs=True,
                         )
                         undo.callback(hook.remove)
-            yield seen
+            yield watched
 
     # For a drafter that reads the target
 
@@ -241,18 +243,17 @@ class TransformersEngine(BaseEngine):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Callable[[], torch.Tensor | None]]:
-        """Gives a function that returns the features [rows, d] of the pass made within, None if none are read."""
+        """Give a function that returns the features [rows, d] of the pass made within, None if none are read."""
         if not self._features:
             yield lambda: None
             return
-        with self.watch(self._features) as seen:
-            yield lambda: torch.cat([seen.outputs[layer].to(self.device) for layer in self._features], dim=-1)
+        with self.watch(self._features) as watched:
+            yield lambda: torch.cat([watched.outputs[layer].to(self.device) for layer in self._features], dim=-1)
 
     def _advance(self, cache: DynamicCache, length: int, token: int) -> torch.Tensor:
-        """Decodes one token on `cache`, which moves on in place."""
-        own = self.mixers == "own"
-        plan = FORKED.plan(DraftTree.chain([token]))
-        with self._swapped(plan, None, self.family.calls) if own else contextlib.nullcontext():
+        """Decode one token on `cache`, which moves on in place."""
+        ours = self.mixers == "own"
+        with self._swapped(_ONE_ROW, None, self.family.calls) if ours else contextlib.nullcontext():
             return self._run([[token]], np.full((1, 1), length), cache)[0, 0]
 
     def _decode_nodes(self, prefix: Prefix, tree: DraftTree) -> torch.Tensor:
@@ -266,7 +267,7 @@ class TransformersEngine(BaseEngine):
             cache = standing.pop(parent) if parent >= 0 and not waiting[parent] else self.caches.fork(standing[parent])
             row = self._advance(cache, prefix.length + tree.depth[node], token)
             if logits is None:
-                logits = row.new_empty(len(tree), len(row))
+                logits = row.new_empty(tree.n, len(row))
             logits[node] = row
             if waiting[node]:
                 standing[node] = cache
@@ -281,16 +282,16 @@ class TransformersEngine(BaseEngine):
             positions = np.full((len(nodes), 1), prefix.length + depth)
             rows = self._run([[tree.tokens[node]] for node in nodes], positions, cache)[:, 0]
             if logits is None:
-                logits = rows.new_empty(len(tree), rows.shape[-1])
+                logits = rows.new_empty(tree.n, rows.shape[-1])
             logits[list(nodes)] = rows
             before = nodes
         return logits
 
     @torch.no_grad()
     def _run(self, tokens, positions: np.ndarray, cache, *, mask=None, keep: int = 0) -> torch.Tensor:
-        """One forward pass; positions are always explicit. Returns logits [batch, kept rows, vocabulary]."""
+        """Run one forward pass; positions are always explicit. Return logits [batch, kept rows, vocabulary]."""
         lifted = KeepFloat64() if self.dtype == torch.float64 else contextlib.nullcontext()
-        with lifted, _ieee(), self.caches.running(cache):
+        with lifted, ieee(), self.caches.running(cache):
             return self.model(
                 input_ids=torch.tensor(np.asarray(tokens), dtype=torch.long, device=self.device),
                 position_ids=torch.tensor(positions, dtype=torch.long, device=self.device),
@@ -301,34 +302,33 @@ class TransformersEngine(BaseEngine):
             ).logits
 
     def _mask(self, plan: Plan, prefix: Prefix):
-        """The attention mask of a tree's rows behind `prefix`, in the form that the family takes."""
+        """Return the attention mask of a tree's rows behind `prefix`, in the form that the family takes."""
         if self.family.mask == "rows":  # a padding mask: what attention sees is chosen by functions that are swapped
-            rows = torch.ones(1, len(plan.tree), dtype=torch.bool, device=self.device)
+            rows = torch.ones(1, plan.tree.n, dtype=torch.bool, device=self.device)
             return dict.fromkeys(("full_attention", "linear_attention", *self.family.layers), rows)
         return self._masks(lambda layer, window: visible(plan, self.caches.kept(prefix.cache, layer), window)[None])
 
-    def _masks(self, seen: Callable[[int, int | None], np.ndarray], padding: torch.Tensor | None = None):
-        """The masks by layer type, or the one mask that the family takes. seen(layer, window): bool [b, rows, columns],
+    def _masks(self, view: Callable[[int, int | None], np.ndarray], padding: torch.Tensor | None = None):
+        """Return masks by layer type, or the one that the family takes. view(layer, window): bool [b, rows, columns],
         what an attention layer sees; padding: bool [b, rows], False for rows that recurrent layers must pass over."""
         if self.family.mask == "none":
             return padding
-        kinds = self.family.kinds_of(self.config)
         masks = dict.fromkeys(("full_attention", "linear_attention", *self.family.layers))
-        for index, (kind, layer) in enumerate(zip(kinds, self.layers, strict=True)):
+        for index, (kind, layer) in enumerate(zip(self._kinds, self.layers, strict=True)):
             ops = [op for branch in layer.branches for op in branch if isinstance(op, Attention)]
             if ops and masks[kind] is None:
-                masks[kind] = self._as_mask(seen(index, ops[0].window))
+                masks[kind] = self._as_mask(view(index, ops[0].window))
         if self.family.mask == "plain":
             return next(mask for mask in masks.values() if mask is not None)
         masks = {self.family.masks.get(kind, kind): mask for kind, mask in masks.items()}
         return {kind: padding if mask is None else mask for kind, mask in masks.items()}
 
-    def _as_mask(self, seen: np.ndarray) -> torch.Tensor:
-        """bool [b, rows, columns] in the form that the model's attention takes, [b, 1, rows, columns]."""
-        seen = torch.tensor(seen, device=self.device)[:, None]
+    def _as_mask(self, mask: np.ndarray) -> torch.Tensor:
+        """Return bool [b, rows, columns] in the form that the model's attention takes, [b, 1, rows, columns]."""
+        mask = torch.tensor(mask, device=self.device)[:, None]
         if self.config._attn_implementation == "eager":
-            seen = torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
-        return seen
+            mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
+        return mask
 
     # The swap
 
@@ -337,13 +337,13 @@ class TransformersEngine(BaseEngine):
         return {**self.family.calls, **self.family.selects}
 
     def _place(self, name: str) -> tuple[Any, str]:
-        """The module or class that holds a function of the family's tables ('function' or 'Class.method')."""
+        """Return the module or class that holds a function of the family's tables ('function' or 'Class.method')."""
         owner, _, attribute = name.rpartition(".")
         return (getattr(self._module, owner, None) if owner else self._module), attribute
 
     @contextlib.contextmanager
     def _swapped(self, plan: Plan, record: Verified | None, names: Mapping[str, str]) -> Iterator[None]:
-        """Runs functions of the modelling module under `plan`; always puts the originals back."""
+        """Run functions of the modelling module under `plan`; always put the originals back."""
         with _SWAP, contextlib.ExitStack() as undo:
             originals = {name: getattr(*self._place(name)) for name in names}
             swap = Swap(plan, record, self.caches, originals)
@@ -351,50 +351,15 @@ class TransformersEngine(BaseEngine):
                 undo.callback(layer.register_forward_pre_hook(lambda *_, index=index: swap.enter(index)).remove)
             for name, adapter in names.items():
                 undo.callback(setattr, *self._place(name), originals[name])
-                setattr(*self._place(name), _bindable(ADAPTERS[adapter], swap))
+                # No partial: it would not become a method where it takes a method's place.
+                setattr(*self._place(name), lambda *args, run=ADAPTERS[adapter], **named: run(swap, *args, **named))
             yield
 
 
-def _bindable(adapter: Callable, swap: Swap) -> Callable:
-    """A function, because a partial would not become a method where it takes a method's place."""
-    return lambda *args, **kwargs: adapter(swap, *args, **kwargs)
-
-
-class KeepFloat64(TorchFunctionMode):
-    """Leaves float64 tensors alone where the library casts to float32 inside norms, gates and softmaxes."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            if func is torch.Tensor.to and torch.float32 in (*args[1:], kwargs.get("dtype")):
-                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-                kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-            elif func is torch.Tensor.type and args[1:] == (torch.float32,):
-                return args[0]
-            elif kwargs.get("dtype") is torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
-            elif func is torch.Tensor.matmul and args[1].dtype == torch.float32:
-                args = (args[0], args[1].double())  # positions, which older rotary embeddings make float32
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _ieee() -> Iterator[None]:
-    """float32 as float32: cuDNN's convolutions would take TF32 by themselves, three digits of noise in every pass."""
-    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before[0]
-        torch.set_float32_matmul_precision(before[1])
-
-
 def _resolved(function) -> str:
-    """What a recurrent name really runs: packages such as fla or causal_conv1d take its place without a word."""
-    found = inspect.getclosurevars(inspect.unwrap(function, stop=lambda f: "implementation" in f.__code__.co_freevars))
-    target = found.nonlocals.get("implementation", function)
+    """Return what a recurrent name really runs: packages such as fla or causal_conv1d take its place without a word."""
+    variables = inspect.getclosurevars(
+        inspect.unwrap(function, stop=lambda f: "implementation" in f.__code__.co_freevars)
+    )
+    target = variables.nonlocals.get("implementation", function)
     return f"{target.__module__}.{target.__qualname__}"

@@ -22,17 +22,18 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ...base.errors import UsageError
+from ...base.errors import UsageError, one_line
 from ...base.resources import EMBEDDED, fixtures_dir
 from ...model.families import ALIASES, FAMILIES
 from ..checkpoint import check_folder, check_sizes, stored_count, weight_files
+from ..precision import dtype_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32", "f64": "float64"}
 
 
 def resolve(name: str | None) -> str:
-    """A model name as something that can be loaded: the embedded model's path, an alias' hub id, a path or a hub id."""
+    """Return what a model name loads: the embedded model's path, an alias' hub id, a path or a hub id."""
     if name is not None and not name.strip():
         raise UsageError(f"model: got {name!r}, expected a name, a path or a hub id")
     if name is None or name == EMBEDDED:
@@ -59,7 +60,7 @@ def pick_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device: {name!r} cannot be used here ({_line(error)}); try --device cpu") from error
+        raise UsageError(f"device: {name!r} cannot be used here ({one_line(error)}); try --device cpu") from error
     return device
 
 
@@ -67,7 +68,7 @@ def load_model(
     name: str | None, *, weights: str = "real", dtype: str | None = None, device: str = "auto", seed: int = 0,
     attention: str = "sdpa", progress: Callable[[str], None] = lambda _: None,
 ):  # fmt: skip
-    """Returns (model, provenance). dtype None means the checkpoint's (float32 for the embedded model).
+    """Return (model, provenance). dtype None means the checkpoint's (float32 for the embedded model).
 
     Raises UsageError with the ways on: unknown name, missing weights, corrupt files, too little memory.
     """
@@ -90,7 +91,7 @@ def load_model(
         and torch.cuda.device_count() > 1
     )
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if spread else [where]
-    require_memory(f"{name or EMBEDDED} in {str(wanted).removeprefix('torch.')}", needed, *devices)
+    require_memory(f"{name or EMBEDDED} in {dtype_name(wanted)}", needed, *devices)
     text.dtype = wanted
     progress(f"loading {name or EMBEDDED}: {parameters / 1e6:,.1f} M parameters, {needed / 2**30:.2f} GiB on {where}")
     if weights == "random":
@@ -101,14 +102,14 @@ def load_model(
 
 
 def wanted_dtype(name: str | None, config, dtype: str | None) -> torch.dtype:
-    """`dtype`, or the checkpoint's; float32 for the embedded model."""
+    """Return `dtype`, or the checkpoint's; float32 for the embedded model."""
     stored = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
     return parse_dtype(dtype, torch.float32 if name in (None, EMBEDDED) else stored)
 
 
 def provenance(name: str | None, source: str, text, weights: str, seed: int, parameters: int, needed: int) -> dict:
-    """Where a model came from, for the record. needed: the bytes of its weights."""
-    held = snapshot(source) if weights == "real" else None
+    """Return where a model came from, for the record. needed: the bytes of its weights."""
+    folder = snapshot(source) if weights == "real" else None
     return {
         "name": name or EMBEDDED,
         "source": source if name and not Path(source).exists() else Path(source).name,
@@ -117,14 +118,14 @@ def provenance(name: str | None, source: str, text, weights: str, seed: int, par
         "parameters": parameters,
         "weights": weights,
         "seed": seed if weights == "random" else None,
-        "revision": held.name if held and held.parent.name == "snapshots" else None,
-        "fingerprint": fingerprint(held) if held else None,
+        "revision": folder.name if folder and folder.parent.name == "snapshots" else None,
+        "fingerprint": fingerprint(folder) if folder else None,
         "bytes": needed,
     }
 
 
 def attention_for(config, wanted: str) -> str:
-    """`wanted`, or 'eager' for the classes without attention, which refuse any other word."""
+    """Return `wanted`, or 'eager' for the classes without attention, which refuse any other word."""
     classes = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return wanted if getattr(classes, "_supports_sdpa", True) else "eager"
 
@@ -134,7 +135,7 @@ def has_experts(config) -> bool:
 
 
 def load_config(name: str | None, source: str, weights: str = "real"):
-    """The model's configuration; for random weights an alias' built-in shape will do."""
+    """Return the model's configuration; for random weights an alias' built-in shape will do."""
     alias = ALIASES.get((name or "").lower())
     if weights == "random" and alias and alias.shape:  # no need to ask the hub
         shape = dict(alias.shape)
@@ -156,7 +157,7 @@ def load_config(name: str | None, source: str, weights: str = "real"):
     except Exception as error:
         if (Path(source) / "config.json").exists():
             raise UsageError(
-                f"model: {source} cannot be read ({_line(error)}); expected a transformers checkpoint"
+                f"model: {source} cannot be read ({one_line(error)}); expected a transformers checkpoint"
             ) from error
         raise missing_weights(name or source, source, error) from error
 
@@ -177,7 +178,7 @@ def missing_weights(name: str, source: str, error: Exception) -> UsageError:
 
 
 def load_tokenizer(source: str):
-    """The tokenizer of a model, or None if it has none that can be loaded."""
+    """Return the tokenizer of a model, or None if it has none that can be loaded."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception:  # any of a dozen errors: missing file, missing package, unknown class
@@ -203,16 +204,16 @@ def _from_files(name, source, text, dtype, device, spread, attention):
         )
     except SafetensorError as error:
         raise UsageError(
-            f"model: {source} holds a corrupt safetensors file ({_line(error)}); download it again"
+            f"model: {source} holds a corrupt safetensors file ({one_line(error)}); download it again"
         ) from error
     except ImportError as error:
-        raise UsageError(f"model: {source} needs a package that is missing: {_line(error)}") from error
+        raise UsageError(f"model: {source} needs a package that is missing: {one_line(error)}") from error
     except torch.cuda.OutOfMemoryError as error:
-        raise UsageError(f"memory: {source} does not fit on {device}: {_line(error)}") from error
+        raise UsageError(f"memory: {source} does not fit on {device}: {one_line(error)}") from error
     except (OSError, ValueError, RuntimeError) as error:
         if not Path(source).exists() or "no file named" in str(error):
             raise missing_weights(name or source, source, error) from error
-        raise UsageError(f"model: {source} cannot be loaded ({_line(error)})") from error
+        raise UsageError(f"model: {source} cannot be loaded ({one_line(error)})") from error
     absent = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if absent:
         raise UsageError(
@@ -228,7 +229,7 @@ def _class_for(text):
 
 
 def _whole(text):
-    """The configuration to build a text model from: its own, or the multimodal one that its only class asks for."""
+    """Return the configuration to build a text model from: its own, or the multimodal one that its class wants."""
     row = FAMILIES.get(text.model_type)
     if row is None or not row.around:
         return text
@@ -237,7 +238,7 @@ def _whole(text):
 
 
 def class_name(text) -> str:
-    """The name of the library's class for a text model of this configuration."""
+    """Return the name of the library's class for a text model of this configuration."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
 
 
@@ -250,7 +251,7 @@ def count_parameters(config, source: str = "config.json") -> int:
             raise ValueError(f"{empty[0]} is empty")
     except Exception as error:  # whatever the library and torch find wrong with a value
         raise UsageError(
-            f"model: {source}: its config.json makes no model ({type(error).__name__}: {_line(error)}); "
+            f"model: {source}: its config.json makes no model ({type(error).__name__}: {one_line(error)}); "
             "expected a transformers checkpoint"
         ) from error
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
@@ -275,7 +276,7 @@ def _expert_kernels(dtype: torch.dtype) -> dict[str, str]:
 
 
 def build_random(config, *, dtype, device, seed, attention="sdpa"):
-    """A model of this architecture with random weights that are sensitive to its recurrent states.
+    """Return a model of this architecture with random weights that are sensitive to its recurrent states.
 
     The library's own initialisation hides faults: weights of std 0.02 pass little on, and its decay forgets at once.
     Here every matrix keeps the size of its input (std 1 / sqrt(fan-in)), decays are slow (A in 0.02 ... 1, softplus of
@@ -339,7 +340,7 @@ def _randomize(leaf: str, name: str, weight: torch.Tensor, draw: torch.Generator
 
 
 def _restore_buffers(model, config, attention, dtype) -> None:
-    """Fills what `to_empty` left undefined: buffers, and the norm scales' centre, from a small twin of the classes."""
+    """Fill what `to_empty` left undefined: buffers, and the norm scales' centre, from a small twin of the classes."""
     centred = set()
     for module in model.modules():
         module._is_hf_initialized = False
@@ -367,7 +368,7 @@ def _restore_buffers(model, config, attention, dtype) -> None:
 
 
 def _norm_centre(module) -> float:
-    """1 for a norm that multiplies by its weight, 0 for one that multiplies by 1 + weight: seen by running it."""
+    """Return 1 for a norm that multiplies by its weight, 0 for one that multiplies by 1 + weight, by running it."""
     twin = copy.deepcopy(module)
     twin.weight.zero_()
     probe = torch.linspace(1, 2, len(twin.weight), dtype=twin.weight.dtype, device=twin.weight.device)[None, None]
@@ -376,15 +377,15 @@ def _norm_centre(module) -> float:
 
 
 def snapshot(source: str) -> Path | None:
-    """The folder that holds a loaded checkpoint: its path, or the hub snapshot, whose name is the revision."""
+    """Return the folder that holds a loaded checkpoint: its path, or the hub snapshot, whose name is the revision."""
     if Path(source).is_dir():
         return Path(source)
-    found = cached_file(source, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    return Path(found).parent if found else None
+    file = cached_file(source, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return Path(file).parent if file else None
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 over every weight file's name, size and header, and 64 KiB at 64 even places: cheap at any size."""
+    """Return the sha256 over every weight file's name, size, header and 64 KiB at 64 even places."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -397,7 +398,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def require_memory(what: str, needed: int, *devices: torch.device) -> None:
-    """Raises UsageError, before memory is taken, if `needed` bytes are not free on the devices together."""
+    """Raise UsageError, before memory is taken, if `needed` bytes are not free on the devices together."""
     free = sum(map(_free, devices))
     if needed > 0.95 * free:
         raise UsageError(
@@ -414,8 +415,3 @@ def _free(device: torch.device) -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 2**63
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 240 else text[:237] + "..."

@@ -40,11 +40,11 @@ class Verified:
 
 
 def visible(plan: Plan, kept: int, window: int | None) -> np.ndarray:
-    """bool [n, kept + n]: what the plan's rows attend to behind the last `kept` committed tokens, cut to a window."""
-    n = len(plan.tree)
-    seen = np.ones((n, kept + n), dtype=bool)
-    seen[:, kept:] = plan.mask
+    """Return bool [n, kept + n]: what the plan's rows attend to behind `kept` committed tokens, cut to a window."""
+    n = plan.tree.n
+    view = np.ones((n, kept + n), dtype=bool)
+    view[:, kept:] = plan.mask
     if window is not None:
         position = np.array(plan.positions)
-        seen &= position[:, None] - np.concatenate([np.arange(-kept, 0), position]) < window
-    return seen
+        view &= position[:, None] - np.concatenate([np.arange(-kept, 0), position]) < window
+    return view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -30,3 +31,15 @@ def fold(step: Callable, initial: torch.Tensor, inputs: Sequence[torch.Tensor], 
             outputs = out.new_empty(len(sources), *out.shape[1:])
         table[rows + 2], outputs[rows] = after, out
     return table[2:], outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """What a fold over a tree leaves behind: output [..., n, *] and the state after every node, states [n, ...]."""
+
+    output: torch.Tensor
+    states: torch.Tensor
+
+    def state(self, node: int) -> torch.Tensor:
+        """Return the state after `node`."""
+        return self.states[node]

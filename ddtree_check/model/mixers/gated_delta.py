@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from . import decay
 
 
 def step(state, q, k, v, log_decay, beta):
-    """One token of the gated delta rule.
+    """Return one token of the gated delta rule.
 
         S_t = a_t S_{t-1} + k_t (b_t (v_t - k_t^T a_t S_{t-1}))^T,   a_t = exp(log_decay)
         o_t = S_t^T q_t
@@ -23,29 +21,8 @@ def step(state, q, k, v, log_decay, beta):
     return state, q @ state
 
 
-@dataclass(frozen=True, eq=False)
-class TreeScan:
-    """What a tree pass leaves behind: the outputs, and all that any node's state follows from.
-
-    output [..., n, v]; from_start [..., n] and between [..., n, n] as in `decay.Decay`; keys [..., n, k] and updates
-    [..., n, v]: what each node wrote; initial [..., k, v].
-    """
-
-    output: torch.Tensor
-    from_start: torch.Tensor
-    between: torch.Tensor
-    keys: torch.Tensor
-    updates: torch.Tensor
-    initial: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [..., k, v]."""
-        weighted = self.between[..., node, :, None] * self.keys
-        return self.from_start[..., node, None, None] * self.initial + weighted.transpose(-1, -2) @ self.updates
-
-
-def tree_form(initial, q, k, v, log_decay, beta, sources) -> TreeScan:
-    """All nodes of a wiring at once: the UT system of the delta rule on the ancestor relation instead of row order.
+def tree_form(initial, q, k, v, log_decay, beta, sources) -> decay.Scan:
+    """Compute all nodes of a wiring at once: the delta rule's UT system on the ancestor relation, not on row order.
 
     Unrolled along i's sources, with D_ij the decay after j up to i and G_i the decay since the initial state S_0,
 
@@ -63,4 +40,4 @@ def tree_form(initial, q, k, v, log_decay, beta, sources) -> TreeScan:
     wanted = beta[..., None] * (v - from_start[..., None] * (k @ initial))
     updates = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     output = from_start[..., None] * (q @ initial) + (between * (q @ k.transpose(-1, -2))) @ updates
-    return TreeScan(output, from_start, between, k, updates, initial)
+    return decay.Scan(output, from_start, between, k, updates, initial)

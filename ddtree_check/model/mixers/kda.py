@@ -14,7 +14,7 @@ _BLOCK = 2**22  # numbers in the decay table that is held at a time: [..., chann
 
 
 def step(state, q, k, v, log_decay, beta):
-    """One token of Kimi Delta Attention.
+    """Return one token of Kimi Delta Attention.
 
         S_t = (I - b_t k_t k_t^T) Diag(a_t) S_{t-1} + b_t k_t v_t^T,   a_t = exp(log_decay)
         o_t = S_t^T q_t
@@ -44,7 +44,7 @@ class TreeScan:
     initial: torch.Tensor
 
     def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [..., k, v]."""
+        """Return the state after `node`, [..., k, v]."""
         path = self.reach[node][:, None]
         strict = self.reach - torch.eye(len(self.reach), dtype=self.reach.dtype, device=self.reach.device)
         between = (strict.T @ (path * self.log_decay)).exp() * path
@@ -52,7 +52,7 @@ class TreeScan:
 
 
 def tree_form(initial, q, k, v, log_decay, beta, sources: Sequence[int]) -> TreeScan:
-    """All nodes of a wiring at once: the delta rule's UT system on the ancestor relation, with a decay per channel.
+    """Compute all nodes of a wiring at once: the delta rule's UT system on ancestors, with a decay per channel.
 
     Unrolled along i's sources, with D_ij the decays [k] after j up to i and G_i those since the initial state S_0,
 
@@ -67,7 +67,7 @@ def tree_form(initial, q, k, v, log_decay, beta, sources: Sequence[int]) -> Tree
     Computes in the dtype it is given. Sources: arXiv 2510.26692, and the UT transform of arXiv 2406.06484.
     """
     n, channels = k.shape[-2:]
-    reach = torch.from_numpy(ancestors(sources).copy()).to(k.device, k.dtype)
+    reach = torch.tensor(ancestors(tuple(sources)), device=k.device, dtype=k.dtype)
     strict = reach - torch.eye(n, dtype=k.dtype, device=k.device)
     from_start = (reach @ log_decay).exp()
     if BLANK in sources:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from . import decay, fold
+from . import Folded, decay, fold
 
 
 def step(state, q, k, v, log_decay):
-    """One token of lightning attention.
+    """Return one token of lightning attention.
 
         S_t = a S_{t-1} + k_t v_t^T,   a = exp(log_decay)
         o_t = S_t^T q_t
@@ -24,26 +23,8 @@ def step(state, q, k, v, log_decay):
     return state, q @ state
 
 
-@dataclass(frozen=True, eq=False)
-class TreeScan:
-    """output [..., n, v]; from_start [..., n] and between [..., n, n] as in `decay.Decay`; keys [..., n, k];
-    values [..., n, v]; initial [..., k, v]."""
-
-    output: torch.Tensor
-    from_start: torch.Tensor
-    between: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    initial: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [..., k, v]."""
-        weighted = self.between[..., node, :, None] * self.keys
-        return self.from_start[..., node, None, None] * self.initial + weighted.mT @ self.values
-
-
-def tree_form(initial, q, k, v, log_decay, sources: Sequence[int]) -> TreeScan:
-    """All nodes of a wiring at once: causal linear attention whose mask is the decay along the ancestor relation.
+def tree_form(initial, q, k, v, log_decay, sources: Sequence[int]) -> decay.Scan:
+    """Compute all nodes of a wiring at once: linear attention whose mask is the decay along the ancestor relation.
 
         o_i = G_i S_0^T q_i + sum_{j up to i} D_ij (q_i . k_j) v_j,   D_ij = a^(steps from j to i)
 
@@ -52,26 +33,15 @@ def tree_form(initial, q, k, v, log_decay, sources: Sequence[int]) -> TreeScan:
     """
     _, between, from_start = decay.along(log_decay[..., None].expand(*log_decay.shape, len(sources)), sources)
     output = from_start[..., None] * (q @ initial) + (between * (q @ k.mT)) @ v
-    return TreeScan(output, from_start, between, k, v, initial)
+    return decay.Scan(output, from_start, between, k, v, initial)
 
 
-@dataclass(frozen=True, eq=False)
-class Fold:
-    """output [..., n, v]; states [n, ..., k, v]."""
-
-    output: torch.Tensor
-    states: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        return self.states[node]
-
-
-def folded(initial, q, k, v, log_decay, sources: Sequence[int]) -> Fold:
-    """The same as `tree_form`, token by token: every state is rounded to the dtype given, as a chain rounds it."""
+def folded(initial, q, k, v, log_decay, sources: Sequence[int]) -> Folded:
+    """Compute `tree_form` token by token: every state is rounded to the dtype given, as a chain rounds it."""
 
     def heads(state, q, k, v):
         state = log_decay.exp()[:, None, None] * state + k[..., None] @ v[..., None, :]
         return state, (q[..., None, :] @ state)[..., 0, :]
 
     states, output = fold(heads, initial, [x.movedim(-2, 0) for x in (q, k, v)], sources)
-    return Fold(output.movedim(0, -2), states)
+    return Folded(output.movedim(0, -2), states)

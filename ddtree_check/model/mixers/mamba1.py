@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from . import fold
+from . import Folded, fold
 
 
 def step(state, x, dt, a, b, c, d):
-    """One token of the selective scan; every channel and state entry decays on its own.
+    """Return one token of the selective scan; every channel and state entry decays on its own.
 
         S_t = exp(dt_t a) * S_{t-1} + (dt_t * x_t) b_t^T      (* and exp by entry, dt_t a: dt_t by channel)
         y_t = S_t c_t + d * x_t
@@ -23,20 +22,8 @@ def step(state, x, dt, a, b, c, d):
     return state, state @ c + d * x
 
 
-@dataclass(frozen=True, eq=False)
-class TreeScan:
-    """What a tree pass leaves behind: output [n, p] and the state after every node, states [n, p, s]."""
-
-    output: torch.Tensor
-    states: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [p, s]."""
-        return self.states[node]
-
-
-def tree_form(initial, x, dt, a, b, c, d, sources: Sequence[int]) -> TreeScan:
-    """All nodes of a wiring: one pass over the rows for what each decays and writes, then the fold, level by level.
+def tree_form(initial, x, dt, a, b, c, d, sources: Sequence[int]) -> Folded:
+    """Compute all nodes of a wiring: one pass over the rows for what each decays and writes, then the fold by level.
 
     There is no cheap matrix form: the decay between two nodes differs by channel and by state entry, so the matrix of
     Mamba-2 would be one [n, n] matrix for each of the p * s entries. The fold costs one multiply-add an entry and node,
@@ -52,7 +39,7 @@ def tree_form(initial, x, dt, a, b, c, d, sources: Sequence[int]) -> TreeScan:
     written = (dt[..., None] * b[:, None, :]) * x[..., None]
     states, _ = fold(_advance, initial, (kept, written), sources)
     read = states.to(c.dtype) @ c[..., None]
-    return TreeScan(read[..., 0] + d * x, states)
+    return Folded(read[..., 0] + d * x, states)
 
 
 def _advance(state, kept, written):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from . import decay
 
 
 def step(state, x, dt, a, b, c, d):
-    """One token of one Mamba-2 head.
+    """Return one token of one Mamba-2 head.
 
         S_t = exp(dt_t a) S_{t-1} + dt_t x_t b_t^T
         y_t = S_t c_t + d x_t
@@ -22,29 +20,8 @@ def step(state, x, dt, a, b, c, d):
     return state, state @ c + d * x
 
 
-@dataclass(frozen=True, eq=False)
-class TreeScan:
-    """What a tree pass leaves behind: the outputs, and all that any node's state follows from.
-
-    output [..., n, p]; from_start [..., n] and between [..., n, n] as in `decay.Decay`; written [..., n, p] and
-    b [..., n, s]: what each node wrote; initial [..., p, s].
-    """
-
-    output: torch.Tensor
-    from_start: torch.Tensor
-    between: torch.Tensor
-    written: torch.Tensor
-    b: torch.Tensor
-    initial: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [..., p, s]."""
-        weighted = self.between[..., node, :, None] * self.written
-        return self.from_start[..., node, None, None] * self.initial + weighted.transpose(-1, -2) @ self.b
-
-
-def tree_form(initial, x, dt, a, b, c, d, sources) -> TreeScan:
-    """All nodes of a wiring at once: masked attention, with the decay along the tree in place of the causal mask.
+def tree_form(initial, x, dt, a, b, c, d, sources) -> decay.Scan:
+    """Compute all nodes of a wiring at once: masked attention, the decay along the tree in place of the causal mask.
 
     Unrolled along i's sources, with D_ij the decay after j up to i and G_i the decay since the initial state S_0,
 
@@ -59,4 +36,4 @@ def tree_form(initial, x, dt, a, b, c, d, sources) -> TreeScan:
     _, between, from_start = decay.along(dt * a[..., None], sources)
     written = dt[..., None] * x
     output = from_start[..., None] * (c @ initial.transpose(-1, -2)) + (between * (c @ b.transpose(-1, -2))) @ written
-    return TreeScan(output + d[..., None, None] * x, from_start, between, written, b, initial)
+    return decay.Scan(output + d[..., None, None] * x, from_start, between, written, b, initial)

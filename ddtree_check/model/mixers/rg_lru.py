@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
-
-from . import fold
+from . import Folded, fold
 
 
 def step(state, x, decay):
-    """One token of the recurrence.
+    """Return one token of the recurrence.
 
         h_t = a_t * h_{t-1} + x_t,   x_t = sqrt(1 - a_t^2) * (i_t * u_t),   o_t = h_t
 
@@ -23,19 +20,8 @@ def step(state, x, decay):
     return state, state
 
 
-@dataclass(frozen=True, eq=False)
-class TreeScan:
-    """output [..., n, d]: what a node gives out is its state."""
-
-    output: torch.Tensor
-
-    def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [..., d]."""
-        return self.output[..., node, :]
-
-
-def tree_form(initial, x, decay, sources: Sequence[int]) -> TreeScan:
-    """All nodes of a wiring, level by level: as many vectorised steps as the tree is deep.
+def tree_form(initial, x, decay, sources: Sequence[int]) -> Folded:
+    """Return all nodes of a wiring, level by level: as many vectorised steps as the tree is deep.
 
     The closed form, o_i = G_i h_0 + sum_j D_ij x_j, needs an [n, n] table of decays for each channel, because channels
     share none: n times the work of the fold, and no matrix product to make up for it. So the fold is used, in the
@@ -43,5 +29,5 @@ def tree_form(initial, x, decay, sources: Sequence[int]) -> TreeScan:
 
     initial [..., d]; x, decay [..., n, d]; sources as in `Plan.state`. Computes in the dtype it is given.
     """
-    _, output = fold(step, initial, (x.movedim(-2, 0), decay.movedim(-2, 0)), sources)
-    return TreeScan(output.movedim(0, -2))
+    states, output = fold(step, initial, (x.movedim(-2, 0), decay.movedim(-2, 0)), sources)
+    return Folded(output.movedim(0, -2), states)

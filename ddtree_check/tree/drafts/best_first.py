@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 
 from ..draft_tree import COMMITTED, DraftTree
-from ..token_ids import _at_least
+from ..token_ids import at_least
 
 ORDERS = ("heap", "breadth", "depth")
 LARGEST = 1 << 16  # nodes of a tree that is drafted or drawn
@@ -35,11 +35,8 @@ PUBLISHED = {
 }
 
 
-# --- from marginals ---------------------------------------------------------------------------------------------------
-
-
 def best_first(log_probs, budget: int, root: int | None = None, candidates: int | None = None) -> DraftTree:
-    """DDTree's builder: the `budget` most probable prefixes under a draft that is independent per depth.
+    """Build DDTree's tree: the `budget` most probable prefixes under a draft that is independent per depth.
 
         weight(t_1 .. t_d) = log_probs[0, t_1] + ... + log_probs[d - 1, t_d]
 
@@ -55,8 +52,8 @@ def best_first(log_probs, budget: int, root: int | None = None, candidates: int 
     if len(above):
         row, token = above[0]
         raise ValueError(f"best_first: log_probs[{row}, {token}] is {table[row, token]}, expected at most 0")
-    budget = _at_least(1, "best_first: budget", budget)
-    keep = budget if candidates is None else min(budget, _at_least(1, "best_first: candidates", candidates))
+    budget = at_least(1, "best_first: budget", budget)
+    keep = budget if candidates is None else min(budget, at_least(1, "best_first: candidates", candidates))
     offers = [_top(np.minimum(row, 0), keep) for row in table]
 
     tokens, parents = [root], [COMMITTED]
@@ -81,7 +78,7 @@ def best_first(log_probs, budget: int, root: int | None = None, candidates: int 
 
 
 def published_tree(log_probs, name: str, root: int | None = None) -> DraftTree:
-    """A published static tree (a name of PUBLISHED) filled from the marginals: a node of rank r at depth d carries the
+    """Fill a published static tree (a name of PUBLISHED) from the marginals: a node of rank r at depth d carries the
     r-th most probable token of row d - 1, of equal ones the lower id first.
 
     log_probs [L, V] as in `best_first`. Nodes deeper than L, or of a rank that is not offered, are left out with what
@@ -101,7 +98,7 @@ def published_tree(log_probs, name: str, root: int | None = None) -> DraftTree:
 
 
 def expected_accepts(log_probs, tree: DraftTree) -> float:
-    """How many nodes of `tree` the draft itself expects to be accepted: the sum of the probabilities of their paths.
+    """Return how many nodes of `tree` the draft expects to be accepted: the sum of their paths' probabilities.
 
     log_probs [L, V] in nats, from which the tree was made, at least as deep as it is.
     """
@@ -113,7 +110,7 @@ def expected_accepts(log_probs, tree: DraftTree) -> float:
 
 
 def _top(row: np.ndarray, keep: int) -> list[tuple[int, float]]:
-    """The `keep` most probable (token, log prob) of `row` [V], the lower id first among equals, without -inf."""
+    """Return the `keep` most probable (token, log prob) of `row` [V], the lower id first among equals, without -inf."""
     keep = min(keep, len(row))
     threshold = np.partition(row, len(row) - keep)[len(row) - keep]
     ids = np.flatnonzero((row >= threshold) & (row > -np.inf))
@@ -122,7 +119,7 @@ def _top(row: np.ndarray, keep: int) -> list[tuple[int, float]]:
 
 
 def _table(what: str, values) -> np.ndarray:
-    """`values` as float32 [L, V], neither empty nor with NaN or +inf."""
+    """Return `values` as float32 [L, V], neither empty nor with NaN or +inf."""
     try:
         with np.errstate(over="ignore"):
             table = np.asarray(values, dtype=np.float32)

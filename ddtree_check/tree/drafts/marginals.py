@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from ..token_ids import _at_least, token_ids
+from ..token_ids import at_least, token_ids
 from .best_first import LOWEST, _table, _top
 
 SURPRISED = 3.0  # standard deviations beyond which a draft is wrong about itself: once in 700 runs by chance
 
 
 def surprise(log_probs, tokens: Sequence[int]) -> tuple[float, float]:
-    """How much less probable than it expects a draft finds the tokens that followed, in nats, and the variance of that.
+    """Return how much less probable than it expects a draft finds what followed, in nats, and the variance of that.
 
         sum over depths of (-log p_d(token) - entropy of p_d),  variance of log p_d under p_d
 
@@ -31,7 +31,7 @@ def surprise(log_probs, tokens: Sequence[int]) -> tuple[float, float]:
 
 
 def drafter_says(surprised: float, accepted: float, ngram: float | None) -> str | None:
-    """What a drafter's acceptance says where the verify passed, so that none was lost there; None for nothing.
+    """Return what a drafter's acceptance says where the verify passed, so that none was lost there; None for nothing.
 
     surprised: `surprise` over all rounds, in standard deviations; accepted: nodes a round by plain decoding, and ngram:
     those of an n-gram draft in the same places. A drafter that is surprised by more than SURPRISED reads something
@@ -47,7 +47,7 @@ def drafter_says(surprised: float, accepted: float, ngram: float | None) -> str 
 def ngram_marginals(
     context: Sequence[int], length: int, vocab: int, *, order: int = 3, smoothing: float = 1.0
 ) -> np.ndarray:
-    """Log probabilities float32 [length, vocab] of a draft that only looks things up in the context itself.
+    """Return log probabilities float32 [length, vocab] of a draft that only looks things up in the context itself.
 
     Depth d: take the longest suffix of `context`, at most `order` tokens, that also ends somewhere at least d tokens
     before the end; count what came d tokens after each such place; add `smoothing` tokens' worth of the context's own
@@ -55,8 +55,8 @@ def ngram_marginals(
 
     Raises ValueError for an empty context, ids outside the vocabulary, a length or order below 1, smoothing of 0.
     """
-    length, vocab = _at_least(1, "ngram: length", length), _at_least(1, "ngram: vocab", vocab)
-    order = _at_least(1, "ngram: order", order)
+    length, vocab = at_least(1, "ngram: length", length), at_least(1, "ngram: vocab", vocab)
+    order = at_least(1, "ngram: order", order)
     context = np.array(token_ids("ngram: context", context, vocab))
     if not 0 < smoothing < np.inf:
         raise ValueError(f"ngram: smoothing {smoothing}, expected a finite number above 0")
@@ -77,7 +77,7 @@ def ngram_marginals(
 
 
 def self_marginals(logits, acceptance: float, seed: int, sureness: float | None = None) -> np.ndarray:
-    """Log probabilities float32 [L, V] of a draft that knows the target and errs at a chosen rate.
+    """Return log probabilities float32 [L, V] of a draft that knows the target and errs at a chosen rate.
 
     logits [L, V], finite, read as float32: the target's own along its greedy continuation. With a `sureness`, one
     temperature for all depths makes the first choices' probabilities average it (kept within 0.05 ... 0.95), so that
@@ -96,7 +96,7 @@ def self_marginals(logits, acceptance: float, seed: int, sureness: float | None 
         raise ValueError(f"self_marginals: logits {list(table.shape)}, expected 2 tokens or more, all finite")
     if not 0 <= acceptance <= 1:
         raise ValueError(f"self_marginals: acceptance {acceptance}, expected 0..1")
-    rng = np.random.default_rng(_at_least(0, "self_marginals: seed", seed))
+    rng = np.random.default_rng(at_least(0, "self_marginals: seed", seed))
     miss = rng.random(depths) >= acceptance
     ranks = rng.integers(1, min(8, vocab), size=depths)
 
@@ -118,39 +118,15 @@ def self_marginals(logits, acceptance: float, seed: int, sureness: float | None 
 
 
 def _sharpness(shifted: np.ndarray, sureness: float) -> float:
-    """The factor (1 / temperature) at which the first choices of `shifted`, rows with maximum 0, average `sureness`."""
+    """Return the factor (1 / temperature) at which first choices of rows of maximum 0 average `sureness`.
+
+    It is kept within 1e-8 ... 1e8, for rows with ties at the top or of two tokens.
+    """
+    from scipy.optimize import brentq
 
     def missed(exponent: float) -> float:
         return float(np.mean(1 / np.exp(shifted * 10**exponent).sum(axis=1))) - sureness
 
-    # Every look at all of a large vocabulary costs: the values rounded to 1/64 and counted give a start, which a few
-    # secants make exact; 50 halvings where they do not.
-    steps = np.minimum(np.rint(shifted * -64), 1 << 16).astype(np.int64)
-    counts = [np.bincount(row) for row in steps]
-    coarse = [(np.flatnonzero(count) / -64, count[count > 0]) for count in counts]
-
-    def roughly(exponent: float) -> float:
-        return float(np.mean([1 / (count * np.exp(x * 10**exponent)).sum() for x, count in coarse])) - sureness
-
-    start = _rising_root(roughly)
-    before, found = (start, missed(start)), (start + 1e-5, missed(start + 1e-5))
-    for _ in range(6):
-        if abs(found[1]) < 1e-14:
-            return 10 ** found[0]
-        if found[1] == before[1]:
-            break
-        after = found[0] - found[1] * (found[0] - before[0]) / (found[1] - before[1])
-        if not abs(after - start) < 0.1:
-            break
-        before, found = found, (after, missed(after))
-    return 10 ** _rising_root(missed) if abs(found[1]) > 1e-12 else 10 ** found[0]
-
-
-def _rising_root(value: Callable[[float], float]) -> float:
-    """Where a rising function of a decimal exponent turns from negative; an end of -8 ... 8 if it does nowhere between
-    (ties at the top, or rows of two tokens)."""
-    low, high = -8.0, 8.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if value(middle) < 0 else (low, middle)
-    return high
+    if missed(-8.0) >= 0:
+        return 1e-8
+    return 10 ** brentq(missed, -8.0, 8.0, xtol=1e-14) if missed(8.0) > 0 else 1e8

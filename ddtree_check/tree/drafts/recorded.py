@@ -11,10 +11,8 @@ from ...base.errors import named
 from ...base.files import json_lines
 from ..draft_tree import DraftTree
 from ..formats import is_tree, tree_from_json
-from ..token_ids import _at_least, token_ids
+from ..token_ids import at_least, token_ids
 from .best_first import LOWEST, ROUNDING, best_first
-
-# --- recorded drafts --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -45,15 +43,15 @@ class Marginals:
                     )
 
     def dense(self, vocab: int) -> np.ndarray:
-        """Log probabilities float32 [L, vocab]. Raises ValueError naming an id outside the vocabulary."""
-        table = np.full((len(self.ids), _at_least(1, "marginals: vocab", vocab)), -np.inf, dtype=np.float32)
+        """Return log probabilities float32 [L, vocab]. Raises ValueError naming an id outside the vocabulary."""
+        table = np.full((len(self.ids), at_least(1, "marginals: vocab", vocab)), -np.inf, dtype=np.float32)
         for depth, (ids, values) in enumerate(zip(self.ids, self.log_probs, strict=True)):
             table[depth, token_ids(f"marginals: depth {depth + 1}", ids, vocab)] = values
         return table
 
     @classmethod
     def from_json(cls, data: object) -> Marginals:
-        """Reads {"ids": [[...] per depth], "log_probs": [[...] per depth]}."""
+        """Read {"ids": [[...] per depth], "log_probs": [[...] per depth]}."""
         columns = [data.get(key) for key in ("ids", "log_probs")] if isinstance(data, dict) else [None]
         if not all(isinstance(column, list) and all(isinstance(row, list) for row in column) for column in columns):
             raise ValueError(f"marginals: got {data!r:.60}, expected 'ids' and 'log_probs', a list per depth each")
@@ -64,20 +62,20 @@ Recorded = DraftTree | Marginals | tuple[DraftTree, ...]  # one tree, what to ma
 
 
 def load_recorded(path: str | Path) -> list[Recorded]:
-    """Recorded drafts from JSON lines, each {"tree": {"tokens", "parents"}}, {"marginals": {"ids", "log_probs"}} or
+    """Read recorded drafts, JSON lines, each {"tree": {"tokens", "parents"}}, {"marginals": {"ids", "log_probs"}} or
     {"trees": [{"tokens", "parents"}, ...]}, a tree for each round; or a round of a DDTree trace, or {"paths": ...}.
 
     Raises ValueError naming the file and the line.
     """
-    found: list[Recorded] = []
+    drafts: list[Recorded] = []
     for line, data in json_lines(path):
         with named(f"{path}:{line}"):
-            found.append(recorded_from_json(data))
-    return found
+            drafts.append(recorded_from_json(data))
+    return drafts
 
 
 def recorded_from_json(data: object) -> Recorded:
-    """One recorded draft; a tree in any form of `formats.tree_from_json`. Raises ValueError for any other object."""
+    """Read one recorded draft; a tree in any form of `formats.tree_from_json`. Raises ValueError."""
     if is_tree(data):  # a round as other tools write it
         return tree_from_json(data)
     kinds = [kind for kind in ("tree", "marginals", "trees") if isinstance(data, dict) and kind in data]
@@ -92,7 +90,7 @@ def recorded_from_json(data: object) -> Recorded:
 
 
 def recorded_to_json(draft: Recorded) -> dict:
-    """The inverse of `recorded_from_json`."""
+    """Return the inverse of `recorded_from_json`."""
     if isinstance(draft, Marginals):
         columns = {"ids": draft.ids, "log_probs": draft.log_probs}
         return {"marginals": {name: [list(row) for row in rows] for name, rows in columns.items()}}
@@ -102,7 +100,7 @@ def recorded_to_json(draft: Recorded) -> dict:
 
 
 def recorded_tree(draft: DraftTree | Marginals, vocab: int, budget: int, root: int | None = None) -> DraftTree:
-    """The tree of one recorded draft, at most `budget` drafted nodes.
+    """Return the tree of one recorded draft, at most `budget` drafted nodes.
 
     Marginals are expanded best-first. A recorded tree keeps its first `budget` nodes (a tree at every cut, since
     parents come first) and its own root token unless `root` is given.
@@ -111,7 +109,7 @@ def recorded_tree(draft: DraftTree | Marginals, vocab: int, budget: int, root: i
     """
     if isinstance(draft, Marginals):
         return best_first(draft.dense(vocab), budget, root)
-    rows = _at_least(1, "recorded: budget", budget) + 1
+    rows = at_least(1, "recorded: budget", budget) + 1
     tree = DraftTree(draft.tokens[:rows], draft.parents[:rows])
     tree = tree if root is None else tree.with_root(root)
     for node, token in enumerate(tree.tokens):

@@ -7,13 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..draft_tree import COMMITTED, DraftTree
-from ..token_ids import _at_least
+from ..token_ids import at_least
 from .best_first import LARGEST, ORDERS
 
 SHAPES = ("chain", "kary", "comb", "star", "random")
-
-
-# --- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def shape(
@@ -27,7 +24,7 @@ def shape(
     root: int | None = None,
     exclude: Iterable[int] = (),
 ) -> DraftTree:
-    """A tree of a known shape: `nodes` drafted nodes, the root is extra.
+    """Return a tree of a known shape: `nodes` drafted nodes, the root is extra.
 
     name: 'chain'; 'kary' (every node has `branching` children until the nodes run out); 'comb' (a spine, and beside
     each next spine node one leaf); 'star' (all under the root); 'random' (each node under an earlier one, drawn).
@@ -38,13 +35,13 @@ def shape(
 
     Raises ValueError for an unknown name or order, numbers below 1, or too few tokens for the widest node.
     """
-    nodes, branching = _at_least(1, "shape: nodes", nodes), _at_least(1, "shape: branching", branching)
-    vocab = _at_least(1, "shape: vocab", vocab)
+    nodes, branching = at_least(1, "shape: nodes", nodes), at_least(1, "shape: branching", branching)
+    vocab = at_least(1, "shape: vocab", vocab)
     if nodes > LARGEST:
         raise ValueError(f"shape: nodes {nodes!r:.40}, expected at most {LARGEST}")
     if order not in ORDERS:
         raise ValueError(f"shape: order {order!r}, expected one of {', '.join(ORDERS)}")
-    rng = np.random.default_rng(_at_least(0, "shape: seed", seed))
+    rng = np.random.default_rng(at_least(0, "shape: seed", seed))
     drafted = range(1, nodes + 1)
     if name == "chain":
         parents = [node - 1 for node in drafted]
@@ -75,7 +72,7 @@ def shape(
 
 
 def _heap_order(tree: DraftTree, rng: np.random.Generator) -> DraftTree:
-    """`tree` in the order of drawn path costs; drawn again while that is breadth or depth first."""
+    """Return `tree` in the order of drawn path costs; drawn again while that is breadth or depth first."""
     one_order = tree.is_chain or max(tree.depth) == 1
     for _ in range(1 if one_order else 64):
         costs = [0.0]

@@ -19,6 +19,7 @@ from ddtree_check.base.errors import Unsupported, UsageError
 from ddtree_check.engines.capacity import plan
 from ddtree_check.engines.registry import load_options
 from ddtree_check.engines.sglang import engine as sglang
+from ddtree_check.engines.sglang import pools
 from ddtree_check.engines.sglang import ranks as sglang_ranks
 from ddtree_check.engines.sglang import runner as sglang_runner
 from ddtree_check.engines.sglang import seams as sglang_seams
@@ -318,7 +319,7 @@ def test_too_many_rows_and_refusals_are_one_line(rank):
 
 
 def test_what_was_reserved_is_held_against_the_tree(rank):
-    reserved = rank.runner.reserved()
+    reserved = pools.reserved(rank.runner.model_runner)
     assert reserved == {
         "key and value slots": {"total": 200},
         "request rows": {"requests": 1},

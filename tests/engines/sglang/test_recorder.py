@@ -368,14 +368,14 @@ def test_the_plugin_registers_with_sglang(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("rate = 2.0", "rate 2.0, expected a share from 0 to 1"),
-    ("rtae = 1.0", "unknown 'rtae', expected folder"),
-    ("top = 1", "top 1, expected 0"),
+    ("rate = 2.0", "rate: got 2.0, expected a share from 0 to 1"),
+    ("rtae = 1.0", "rtae: no name of Options"),
+    ("top = 1", "top: got 1, expected 0"),
     ("folder =", "Invalid value"),
     ('trees = "none.json"', "none.json: No such file"),
-    ("rate = true", "rate True, expected a number"),
-    ("max_mb = 0", "max_mb 0, expected more than 0"),
-    ("states = 1", "states 1, expected true or false"),
+    ("rate = true", "rate: got True, expected a finite number"),
+    ("max_mb = 0", "max-mb: got 0, expected more than 0"),
+    ("states = 1", "states: got 1, expected true or false"),
 ])  # fmt: skip
 def test_bad_options_are_one_line_and_nothing_is_hooked(tmp_path, monkeypatch, caplog, text, says):
     file = tmp_path / "record.toml"

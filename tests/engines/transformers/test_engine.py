@@ -68,7 +68,7 @@ def test_unforked_leaks_where_the_law_says(family, subtests):
             ar = host.decode(prefix, case, batched=True)
             run = host.verify(prefix, case, UNFORKED)
             dirty = contaminated(run.plan, host.layers)
-            near = {node for node in dirty if run.plan.rows_since_skip(node) <= 2}
+            near = {node for node in dirty if run.plan.rows_since_skip[node] <= 2}
             moved = set(torch.nonzero(off(ar, run.logits) > 1e-2).flatten().tolist())
             assert near <= moved <= dirty
             assert dirty == set(range(len(case))) - set(case.clean)

@@ -106,7 +106,7 @@ def test_variants_of_a_family(variant):
     assert off(ar, host.verify(prefix, case, FORKED).logits).max() <= 1e-9
     moved = set(torch.nonzero(off(ar, run.logits) > 1e-7 * std(ar)).flatten().tolist())
     dirty = contaminated(run.plan, host.layers)
-    assert {node for node in dirty if run.plan.rows_since_skip(node) <= 2} <= moved <= dirty
+    assert {node for node in dirty if run.plan.rows_since_skip[node] <= 2} <= moved <= dirty
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,7 +144,7 @@ def check_law(host, prefix, case, right, wiring):
     run = host.verify(prefix, case, wiring)
     moved = set(torch.nonzero(off(right, run.logits) > 1e-7 * std(right)).flatten().tolist())
     dirty = contaminated(run.plan, host.layers)
-    near = {node for node in dirty if run.plan.rows_since_skip(node) <= 2}
+    near = {node for node in dirty if run.plan.rows_since_skip[node] <= 2}
     assert near <= moved <= dirty, f"unmoved {sorted(near - moved)}, unexpected {sorted(moved - dirty)}"
     clean = sorted(set(range(len(case))) - dirty)
     if host.exact_control:
@@ -197,7 +197,7 @@ def test_unforked_flips_and_moves_far_in_float32(family):
     prefix, case, ar = decoded(family, "float32", "library", 37, 24)
     run = host.verify(prefix, case, UNFORKED)
     dirty = contaminated(run.plan, host.layers)
-    near = [node for node in dirty if run.plan.rows_since_skip(node) <= 2]
+    near = [node for node in dirty if run.plan.rows_since_skip[node] <= 2]
     assert (off(ar, run.logits) > 0.1 * std(ar))[near].all()
     assert (ar.argmax(-1) != run.logits.argmax(-1)).sum() > len(dirty) / 2
     clean = list(case.clean)

@@ -97,7 +97,7 @@ def check_law(family, wiring, nodes, order, length, dtype="float64"):
     moved = scaled(wrong.logits, right.logits, dtype)
     dirty = contaminated(wrong.plan, host.layers)
     clean = [node for node in range(len(case)) if node not in dirty]
-    near = [node for node in dirty if wrong.plan.rows_since_skip(node) <= 2]
+    near = [node for node in dirty if wrong.plan.rows_since_skip[node] <= 2]
     if host.exact_control:
         assert torch.equal(wrong.logits[clean], right.logits[clean])
     assert all(moved[clean] <= BOUNDS[dtype]), f"{family} {wiring.name}: a clean node moved by {moved[clean].max():.2e}"

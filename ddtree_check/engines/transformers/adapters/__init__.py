@@ -6,7 +6,7 @@ An adapter is called as the function it stands in for, with the pass's `Swap` in
 
 from __future__ import annotations
 
-from . import conv, gated_delta, indexers, kda, lightning, mamba1, mamba2, ngram, rg_lru, zaya
+from . import conv, gated_delta, indexers, lightning, mamba1, mamba2, ngram, rg_lru, zaya
 from .swap import Swap, training_only
 
 ADAPTERS = {
@@ -17,7 +17,7 @@ ADAPTERS = {
     "mamba2_update": mamba2.one,
     "mamba1": mamba1.rows,
     "mamba1_update": mamba1.one,
-    "kda": kda.rows,
+    "kda": gated_delta.kda_rows,
     "lightning": lightning.layer,
     "griffin_block": rg_lru.block,
     "rg_lru": rg_lru.rows,

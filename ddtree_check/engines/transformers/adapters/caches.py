@@ -35,7 +35,7 @@ class HybridCaches:
         return cache
 
     def fork(self, cache):
-        """A cache that goes on by itself: states and windows, written in place, are copied; keys and values are shared,
+        """Return a cache that goes on by itself: states and windows, written in place, are copied; keys are shared,
         because appending to them makes new tensors."""
         fork = copy.copy(cache)
         fork.layers = []
@@ -48,7 +48,7 @@ class HybridCaches:
         return fork
 
     def for_rows(self, cache):
-        """A fork for a pass over a tree: sliding layers keep every row, for the commit to choose from."""
+        """Return a fork for a pass over a tree: sliding layers keep every row, for the commit to choose from."""
         fork = self.fork(cache)
         for layer in fork.layers:
             if getattr(layer, "is_sliding", False):
@@ -57,7 +57,7 @@ class HybridCaches:
 
     @contextlib.contextmanager
     def running(self, cache) -> Iterator[None]:
-        """Holds for the length of one forward pass on `cache` (None: without a cache)."""
+        """Hold for the length of one forward pass on `cache` (None: without a cache)."""
         yield
 
     def reorder(self, cache, index: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class HybridCaches:
             cache.position_ids = cache.position_ids[:, index]
 
     def keep_rows(self, cache, full, rows: Sequence[int], count: int) -> None:
-        """Appends to `cache` the keys of some of the last `count` rows of `full`."""
+        """Append to `cache` the keys of some of the last `count` rows of `full`."""
         for layer, source in zip(cache.layers, full.layers, strict=False):
             if getattr(source, "keys", None) is None or not source.keys.numel():
                 continue
@@ -80,7 +80,7 @@ class HybridCaches:
             cache.position_ids = _rows(full.position_ids, rows, count, -1)
 
     def trim(self, layer) -> None:
-        """Drops the keys that a sliding layer of the library no longer holds between passes."""
+        """Drop the keys that a sliding layer of the library no longer holds between passes."""
         layer.record_past = False
         first = max(0, layer.keys.shape[-2] - layer.sliding_window + 1)
         layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
@@ -89,19 +89,19 @@ class HybridCaches:
                 layer.conv_states[state] = layer.conv_states[state][..., -width:]
 
     def settle(self, cache):
-        """What a cache that `for_rows` made is once its last row is committed."""
+        """Return what a cache that `for_rows` made is once its last row is committed."""
         for layer in cache.layers:
             if getattr(layer, "is_sliding", False) and getattr(layer, "keys", None) is not None:
                 self.trim(layer)
         return cache
 
     def kept(self, cache, layer: int) -> int:
-        """How many of the committed keys an attention layer still holds."""
+        """Return how many of the committed keys an attention layer still holds."""
         keys = getattr(cache.layers[layer], "keys", None)
         return keys.shape[-2] if keys is not None and keys.numel() else 0
 
     def join(self, caches: Sequence, padding: str):
-        """One cache of several requests, made by `for_rows`, and how many keys each holds by layer, [layers][requests].
+        """Return one cache of several requests, made by `for_rows`, and the keys of each, [layers][requests].
 
         Shorter keys are padded with zeros on the `padding` side, left or right.
         """
@@ -120,14 +120,14 @@ class HybridCaches:
         return whole, kept
 
     def part(self, whole, request: int, columns: Sequence[Sequence[int]], length: int):
-        """One request of a joined cache, after `length` tokens; columns [layers][...]: which of the keys are its."""
+        """Return one request of a joined cache after `length` tokens; columns [layers][...]: which keys are its."""
         part = self.for_rows(whole)
-        for layer, own in zip(part.layers, columns, strict=True):
+        for layer, keep in zip(part.layers, columns, strict=True):
             for name, value in vars(layer).items():
                 if isinstance(value, dict):
                     setattr(layer, name, {key: _of_request(item, request) for key, item in value.items()})
             if getattr(layer, "keys", None) is not None and layer.keys.numel():
-                index = torch.tensor(list(own), dtype=torch.long, device=layer.keys.device)
+                index = torch.tensor(list(keep), dtype=torch.long, device=layer.keys.device)
                 for name in KEYS:
                     setattr(layer, name, getattr(layer, name)[request : request + 1].index_select(-2, index))
             if getattr(layer, "is_sliding", False):
@@ -135,28 +135,28 @@ class HybridCaches:
         return part
 
     def windows(self, cache, layer: int):
-        """The convolution windows [1, d, c] of a layer by number; they may be written in place."""
+        """Return the convolution windows [1, d, c] of a layer by number; they may be written in place."""
         return cache.layers[layer].conv_states
 
     def state(self, cache, layer: int) -> torch.Tensor:
-        """The recurrent state of a layer; it may be written in place."""
+        """Return the recurrent state of a layer; it may be written in place."""
         return cache.layers[layer].recurrent_states[0]
 
     def contents(self, cache, layer: int, ops: set[type]) -> dict[str, torch.Tensor]:
-        """What a layer with these `ops` carries: keys and values [rows, d], windows [columns, d], a recurrent state."""
-        held = {}
+        """Return what a layer with these `ops` carries: keys, values [rows, d], windows [columns, d], a state."""
+        carried = {}
         if Attention in ops:
-            held |= {name: getattr(cache.layers[layer], name)[0].transpose(0, 1).flatten(1) for name in KEYS}
+            carried |= {name: getattr(cache.layers[layer], name)[0].transpose(0, 1).flatten(1) for name in KEYS}
             if getattr(cache.layers[layer], "indexer_keys", None) is not None:
-                held["indexer_keys"] = cache.layers[layer].indexer_keys[0].flatten(1)
+                carried["indexer_keys"] = cache.layers[layer].indexer_keys[0].flatten(1)
         if Conv in ops:
             windows = self.windows(cache, layer).items()
             for number, x in windows:
                 if x is not None:
-                    held[f"conv.{number}" if number else "conv"] = x[0].movedim(-1, 0).flatten(1)
+                    carried[f"conv.{number}" if number else "conv"] = x[0].movedim(-1, 0).flatten(1)
         if State in ops:
-            held["recurrent"] = self.state(cache, layer)[0]
-        return held
+            carried["recurrent"] = self.state(cache, layer)[0]
+        return carried
 
 
 class MiniMaxCaches(HybridCaches):
@@ -195,26 +195,26 @@ class ModuleCaches(HybridCaches):
 
     def fork(self, cache):
         fork = super().fork(cache)
-        fork.held = {layer: {name: _copied(x) for name, x in held.items()} for layer, held in cache.held.items()}
+        fork.held = {layer: {name: _copied(x) for name, x in states.items()} for layer, states in cache.held.items()}
         return fork
 
     @contextlib.contextmanager
     def running(self, cache) -> Iterator[None]:
-        held = cache.held if cache is not None else {}
+        states = cache.held if cache is not None else {}
         for index, block in self._blocks():
-            mine = held.get(index, {"conv1d_state": None, "state": None})
+            mine = states.get(index, {"conv1d_state": None, "state": None})
             block.conv1d_state, block.rg_lru.recurrent_states = mine["conv1d_state"], mine["state"]
         try:
             yield
         finally:
             for index, block in self._blocks():
-                if index in held:
-                    held[index] = {"conv1d_state": block.conv1d_state, "state": block.rg_lru.recurrent_states}
+                if index in states:
+                    states[index] = {"conv1d_state": block.conv1d_state, "state": block.rg_lru.recurrent_states}
                 block.conv1d_state = block.rg_lru.recurrent_states = None
 
     def reorder(self, cache, index: torch.Tensor) -> None:
         super().reorder(cache, index)
-        cache.held = {layer: {name: x[index] for name, x in held.items()} for layer, held in cache.held.items()}
+        cache.held = {layer: {name: x[index] for name, x in states.items()} for layer, states in cache.held.items()}
 
     def windows(self, cache, layer: int):
         return {0: cache.held[layer]["conv1d_state"]}
@@ -248,7 +248,7 @@ def _padded(keys: torch.Tensor, longest: int, padding: str) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor, rows: Sequence[int], count: int, dim: int) -> torch.Tensor:
-    """What stood before the last `count` rows, and the rows chosen among them."""
+    """Return what stood before the last `count` rows, and the rows chosen among them."""
     before = x.shape[dim] - count
     index = torch.cat([torch.arange(before), torch.tensor(list(rows)) + before]).to(x.device)
     return x.index_select(dim, index)

@@ -11,19 +11,19 @@ from .swap import Swap
 
 
 def along_paths(swap: Swap, module, hidden_states, q_resid, attention_mask, past_key_values):
-    """`Glm5NextTextIndexer.forward`: the keys each row attends to, as row numbers [1, n, topk], -1 for none.
+    """Run `Glm5NextTextIndexer.forward`: the keys each row attends to, as row numbers [1, n, topk], -1 for none.
 
     The original pools every few *rows* behind the start of the text. Here it is run once a node, on the text that the
     plan's mask lets the node see, and its answer is put back into rows.
     """
     original, rows = swap.originals["Glm5NextTextIndexer.forward"], swap.plan.mask
-    found = []
+    indices = []
     for node in range(len(rows)):
-        one = slice(node, node + 1)
+        row = slice(node, node + 1)
         text = _Text(past_key_values, rows[node, : node + 1])
-        chosen = original(module, hidden_states[:, one], q_resid[:, one], attention_mask[:, one], text).long()
-        found.append(torch.where(chosen >= 0, text.rows[chosen.clamp(min=0)], -1).to(torch.int32))
-    return torch.cat(found, dim=1)
+        chosen = original(module, hidden_states[:, row], q_resid[:, row], attention_mask[:, row], text).long()
+        indices.append(torch.where(chosen >= 0, text.rows[chosen.clamp(min=0)], -1).to(torch.int32))
+    return torch.cat(indices, dim=1)
 
 
 @dataclass(eq=False)
@@ -62,8 +62,8 @@ class _Everywhere:
 
 
 def relative_logits(swap: Swap, module, relative_states, query_positions, key_positions):
-    """`InklingRelativeLogits.forward`: the original, with the rows of the tree where the plan says they stand."""
-    n = len(swap.plan.tree)
+    """Run `InklingRelativeLogits.forward` with the rows of the tree where the plan says they stand."""
+    n = swap.plan.tree.n
     position = query_positions[0] + torch.tensor(swap.plan.positions, device=query_positions.device)
     keys = torch.cat([key_positions[:-n], position])
     return swap.originals["InklingRelativeLogits.forward"](module, relative_states, position, keys)

@@ -9,7 +9,7 @@ from .swap import Swap
 
 
 def layer(swap: Swap, module, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **_):
-    """hidden_states [1, n, hidden]. Returns the output of the layer and a state [1, h, k, v], as the original.
+    """Run a layer: hidden_states [1, n, hidden]. Returns its output and a state [1, h, k, v], as the original.
 
     The original keeps its state in the dtype of the model and rounds it at every token. Below float32 that is part of
     the answer, and the tree is folded token by token in the same dtype; from float32 on the closed form is used.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ....model.mixers import mamba1
+from ....model.mixers import Folded, mamba1
 from .swap import Swap
 
 
@@ -16,18 +16,18 @@ class Heads:
         self.scans = []
 
     def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [1, h, p, s]."""
+        """Return the state after `node`, [1, h, p, s]."""
         return torch.stack([scan.state(node) for scan in self.scans])[None]
 
 
 class Single:
     """The scan of a layer without heads; adds the batch of the cache."""
 
-    def __init__(self, scan: mamba1.TreeScan):
+    def __init__(self, scan: Folded):
         self.scan = scan
 
     def state(self, node: int) -> torch.Tensor:
-        """The state after `node`, [1, p, s]."""
+        """Return the state after `node`, [1, p, s]."""
         return self.scan.state(node)[None]
 
 
@@ -35,7 +35,7 @@ def rows(
     swap: Swap, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
     return_last_state=False, **_,
 ):  # fmt: skip
-    """hidden_states, dt, z [1, p, n]; A [p, s]; B, C [1, s, n]; D and delta_bias [p]. Returns [1, p, n], and a state.
+    """Scan hidden_states, dt, z [1, p, n]; A [p, s]; B, C [1, s, n]; D, delta_bias [p]. Returns [1, p, n], a state.
 
     The original knows no initial state and starts from zeros, whatever the cache holds: a fault of the library's
     multi-token pass. Here the scan starts from the committed state.
@@ -51,7 +51,7 @@ def rows(
 
 
 def one(swap: Swap, state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **_):
-    """state [1, p, s], moved on in place as the original does; hidden_states, dt, z [1, p]; B, C [1, s]."""
+    """Step state [1, p, s], moved on in place as the original does; hidden_states, dt, z [1, p]; B, C [1, s]."""
     scan, out = _scan(swap, state[0], *(x[:, None] for x in (hidden_states, dt, B, C)), A, D, dt_bias, dt_softplus)
     if swap.record is None:
         state.copy_(scan.state(0)[None])
@@ -64,7 +64,7 @@ def one(swap: Swap, state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_
 
 
 def _scan(swap, initial, x, dt, b, c, a, d, bias, softplus):
-    """x, dt [1, n, p]; b, c [1, n, s]. Rounds where the original does: the time step, and the states when read.
+    """Scan x, dt [1, n, p]; b, c [1, n, s]. Rounds where the original does: the time step, and the states when read.
     Returns the scan and its output with the direct term, [1, n, p]."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
@@ -78,12 +78,12 @@ def _scan(swap, initial, x, dt, b, c, a, d, bias, softplus):
 
 
 def _committed(swap):
-    """The committed state [p, s] that the coming scan starts from, and its head, or None where there are no heads."""
+    """Return the committed state [p, s] that the coming scan starts from, and its head, None without heads."""
     state = swap.committed()[0]
     if state.dim() == 2:
         return state, None
-    found = swap.record.scans.get(swap.layer)
-    head = len(found.scans) if found is not None else 0
+    heads = swap.record.scans.get(swap.layer)
+    head = len(heads.scans) if heads is not None else 0
     return state[head], head
 
 

@@ -13,7 +13,7 @@ def rows(
     swap: Swap, hidden_states, dt, A, B, C, chunk_size=None, D=None, dt_bias=None, initial_states=None,
     dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, **_,
 ):  # fmt: skip
-    """hidden_states [1, n, h, p]; dt [1, n, h]; A, D, dt_bias [h]; B, C [1, n, g, s]; initial_states [1, h, p, s].
+    """Scan hidden_states [1, n, h, p]; dt [1, n, h]; A, D, dt_bias [h]; B, C [1, n, g, s]; initial_states [1, h, p, s].
 
     The time step is rounded to its own dtype, the rest is float32 or wider, and so is the output [1, n, h, p]: as in
     the original, whose limits on the time step the decode step does not know.
@@ -25,7 +25,7 @@ def rows(
 
 
 def one(swap: Swap, state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **_):
-    """state [1, h, p, s], moved on in place as the original does; hidden_states, dt [1, h, p]; A [h, p, s]; B, C
+    """Step state [1, h, p, s], moved on in place as the original does; hidden_states, dt [1, h, p]; A [h, p, s]; B, C
     [1, g, s]; D and dt_bias [h, p]: each head's scalars, repeated. Returns [1, h, p]. Rounds like `rows`."""
     dt = _time_step(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
     skip = None if D is None else D[:, 0]

@@ -12,7 +12,7 @@ _CONV, _TOKENS = 1, 2  # the library's numbers of the two windows beside the del
 
 
 def embed(swap: Swap, module, input_ids, past_key_values):
-    """`Qwen4ExpTextNGramEmbedding.forward`: input_ids [1, n]. Returns [1, n, d].
+    """Run `Qwen4ExpTextNGramEmbedding.forward`: input_ids [1, n]. Returns [1, n, d].
 
     Every node becomes a short text of its own: the last tokens on its path, embedded by the original without a cache.
     """
@@ -26,7 +26,7 @@ def embed(swap: Swap, module, input_ids, past_key_values):
 
 
 def dilated_conv(swap: Swap, module, hidden_states, past_key_values):
-    """`Qwen4ExpTextPLELayer._short_conv`: hidden_states [1, n, d]. Returns [1, n, d]."""
+    """Run `Qwen4ExpTextPLELayer._short_conv`: hidden_states [1, n, d]. Returns [1, n, d]."""
     layer = past_key_values.layers[module.layer_idx]
     rows, weight, gap = hidden_states.transpose(1, 2), module.conv1d.weight[:, 0], module.conv1d.dilation[0]
     swap.keep_inputs(rows, _CONV)

@@ -25,24 +25,24 @@ class Swap:
         self.layer = layer
 
     def keep_inputs(self, rows: torch.Tensor, number: int | None = None) -> None:
-        """The inputs [1, d, n] of one convolution of this layer; without a number, the next in order of the calls."""
+        """Keep the inputs [1, d, n] of one convolution of this layer; without a number, the next in order."""
         if self.record is not None:
-            found = self.record.inputs.setdefault(self.layer, {})
-            found[next(i for i in range(len(found) + 1) if i not in found) if number is None else number] = rows
+            inputs = self.record.inputs.setdefault(self.layer, {})
+            inputs[next(i for i in range(len(inputs) + 1) if i not in inputs) if number is None else number] = rows
 
     def committed(self) -> torch.Tensor:
-        """The layer's recurrent state before the pass, for functions that are not handed it."""
+        """Return the layer's recurrent state before the pass, for functions that are not handed it."""
         return self.caches.state(self.record.prefix.cache, self.layer)
 
     def final_state(self, scan, initial: torch.Tensor) -> torch.Tensor:
-        """What the cache may hold after the pass. A tree has no last state, and a commit takes its node's own: the
+        """Return what the cache may hold after the pass. A tree has no last state, a commit takes its node's own: the
         cache is left as it was. `scan.state(node)` must give the state after a node, in the form of the cache."""
         if self.record is None:
-            return scan.state(len(self.plan.tree) - 1)
+            return scan.state(self.plan.tree.n - 1)
         self.record.scans[self.layer] = scan
         return initial
 
 
 def training_only(swap: Swap, *_, **__):
-    """A fused function that the library calls in training without a cache, and never in a pass that can be forked."""
+    """Refuse a fused function that the library calls in training, without a cache that could be forked."""
     raise Unsupported(f"layer {swap.layer}: the model took its fused training path, which keeps no state to fork")

@@ -22,7 +22,7 @@ class Delayed:
 
 
 def project(swap: Swap, module, hidden_states, past_key_values, conv_mask=None):
-    """`ZayaCCAProjection.forward`: hidden_states [1, n, hidden]. Returns queries, keys and values [1, n, h, d].
+    """Run `ZayaCCAProjection.forward`: hidden_states [1, n, hidden]. Returns queries, keys and values [1, n, h, d].
 
     The original's convolutions run on each node's own window; the half of the values that comes from the token before
     is read from the node that the plan names.
@@ -35,19 +35,19 @@ def project(swap: Swap, module, hidden_states, past_key_values, conv_mask=None):
 
     rows = torch.cat([queries, keys], dim=-1).transpose(1, 2)
     swap.keep_inputs(rows)
-    seen = causal_conv.gather(layer.conv_states[0], rows, swap.plan.windows(module.conv_kernel_size + 1))
-    mixed = module.conv_qk_grouped(module.conv_qk_depthwise(seen[0].transpose(0, 1)))[None, ..., 0]
+    windows = causal_conv.gather(layer.conv_states[0], rows, swap.plan.windows(module.conv_kernel_size + 1))
+    mixed = module.conv_qk_grouped(module.conv_qk_depthwise(windows[0].transpose(0, 1)))[None, ..., 0]
     query = mixed[..., : queries.shape[-1]].reshape(shape) + rest
     key = mixed[..., queries.shape[-1] :].reshape(shape) + shared
 
-    own, delayed = module.v_proj_current(hidden_states), module.v_proj_delayed(hidden_states)
+    current, delayed = module.v_proj_current(hidden_states), module.v_proj_delayed(hidden_states)
     before = layer.recurrent_states[0][:, None]
     table = torch.cat([delayed, before, torch.zeros_like(before)], dim=1)
     n = delayed.shape[1]
     sources = [source if source >= 0 else n + (source == BLANK) for source in swap.plan.state]
-    value = torch.cat([own, table[:, sources]], dim=-1).view(shape)
+    value = torch.cat([current, table[:, sources]], dim=-1).view(shape)
 
     if swap.record is None:
-        layer.conv_states[0].copy_(seen[:, :, -1, 1:])
+        layer.conv_states[0].copy_(windows[:, :, -1, 1:])
     layer.recurrent_states[0].copy_(swap.final_state(Delayed(delayed), layer.recurrent_states[0]))
     return query, key, value
