@@ -302,7 +302,7 @@ class _Run:
         place do not equal theirs either, the place may be computed by other instructions, as the last row of a tile
         is: then it is a defect only if the first layers are equal.
         """
-        tree, left = self.tree, {node: (Tally(), Tally(), Tally()) for node in nodes}
+        tree, left, entries = self.tree, {node: (Tally(), Tally(), Tally()) for node in nodes}, {}
         for _ in range(MOST):
             if not left:
                 return
@@ -327,13 +327,15 @@ class _Run:
                 left[node] = at_home, away, others
             for node, (at_home, away, others) in list(left.items()):
                 beyond, kin = (chance(at_home, tally) < CHANCE for tally in (away, others))
-                entries = self.entries(node) if beyond and (kin or others.of >= SOON) else []
-                if not kin and entries:  # other arithmetic shows in every layer, from the first on
-                    beyond = (entries[0][0] or 0) > 0
-                often = away.of >= SOON and 2 * away.count > away.of
-                if entries or often or at_home.count < at_home.of:
-                    layer, kind = entries[LAYERS // 2] if entries and beyond else (None, None)
-                    self.moved_elsewhere[node] = _equal(away), _equal(others), layer, kind, bool(entries) and beyond
+                away_often, others_often = (tally.of >= SOON and 2 * tally.count > tally.of for tally in (away, others))
+                if node not in entries and (others_often or (beyond and kin)):
+                    entries[node] = self.entries(node)
+                # Other arithmetic in a place shows in every layer, from the first on.
+                placed = others_often and (entries[node][0][0] or 0) <= 0
+                guilty = beyond and node in entries and not placed
+                if guilty or placed or away_often or at_home.count < at_home.of:
+                    layer, kind = entries[node][LAYERS // 2] if guilty else (None, None)
+                    self.moved_elsewhere[node] = _equal(away), _equal(others), layer, kind, guilty
                     del left[node]
         for node, (_, away, others) in left.items():
             self.moved_elsewhere[node] = _equal(away), _equal(others), None, None, False
