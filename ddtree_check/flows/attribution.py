@@ -350,7 +350,7 @@ class _Hunt:
         parts = compare_contents(reference, self.engine.contents(stored), wide)
         controls = controls or [[replace(part, error=0.0) for part in parts]]
         wrong = off(parts, tree_floors(parts, controls, self.rule, self.dtype))
-        return {part.channel.partition(".")[0] for part, _ in wrong if part.layer == layer}
+        return {part.kind for part, _ in wrong if part.layer == layer}
 
     def _channel(self, explained, channels, stored, layer, node, routed) -> str | None:
         if explained is not None:

@@ -46,6 +46,11 @@ class Part:
     size: float
     ulp: float
 
+    @property
+    def kind(self) -> str:
+        """The channel without the number of a further one: 'conv' for 'conv.1'."""
+        return self.channel.partition(".")[0]
+
 
 def compare_contents(reference: Contents, stored: Contents, dtype: torch.dtype) -> list[Part]:
     """A Part for the position, then one for each channel of each layer of the reference."""
@@ -76,16 +81,14 @@ def chain_floors(parts: Sequence[Part], steps: Sequence[Part], rule: Rule, dtype
     share: dict[str, float] = {}
     for step in steps:
         if step.size:
-            kind = step.channel.partition(".")[0]
-            share[kind] = max(share.get(kind, 0.0), step.error / step.size)
-    return [_floor(part, rule, dtype, share.get(part.channel.partition(".")[0], 0.0) * part.size) for part in parts]
+            share[step.kind] = max(share.get(step.kind, 0.0), step.error / step.size)
+    return [_floor(part, rule, dtype, share.get(part.kind, 0.0) * part.size) for part in parts]
 
 
 def tree_floors(parts: Sequence[Part], controls: Sequence[Sequence[Part]], rule: Rule, dtype: str) -> list[float]:
-    """Largest error of each part that `controls`, commits of the same path along chains, explain."""
-    return [
-        _floor(part, rule, dtype, max(control[place].error for control in controls)) for place, part in enumerate(parts)
-    ]
+    """Return the largest error of each part that `controls`, commits of the same path along chains, explain."""
+    errors = [max((control[place].error for control in controls), default=0.0) for place in range(len(parts))]
+    return [_floor(part, rule, dtype, error) for part, error in zip(parts, errors, strict=True)]
 
 
 def _floor(part: Part, rule: Rule, dtype: str, control: float) -> float:
@@ -474,7 +477,7 @@ def _reason(said: Sequence[tuple[Part, float, str]], late: Sequence[int], steppe
     first: dict[str, str] = {}
     for part, _, says in said:
         # Keys and values are gathered by one index: one of them says it all.
-        kind = "keys" if part.channel == "values" else part.channel.partition(".")[0]
+        kind = "keys" if part.channel == "values" else part.kind
         first.setdefault(kind, says if part.channel == POSITION else f"layer {part.layer}: {says}")
     layers = {part.layer for part, _, _ in said if part.channel != POSITION}
     words = list(first.values()) or ["what is stored is right"]
