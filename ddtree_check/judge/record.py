@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..base.files import json_number, now
+from ..base.files import json_number, record_head
 from ..model.wiring import Attention, Conv, Layer, State
 from ..tree.paths import leaves_first_branch
 from . import figures
@@ -28,7 +28,7 @@ def make_record(
     model: dict,
     reactions: Sequence[Reaction] = (),
 ) -> dict:
-    """The record of a run: settings, environment and model as given, the cases, and one verdict."""
+    """Return the record of a run: settings, environment and model as given, the cases, and one verdict."""
     dtype = judged_as(environment)
     above = systematic(map(_pooled, outcomes), settings.rule, dtype)
     verdict = conclude(
@@ -43,10 +43,7 @@ def make_record(
         recurrent=any(isinstance(op, State | Conv) for layer in layers for branch in layer.branches for op in branch),
     )
     cases = [_case_json(outcome) for outcome in outcomes]
-    record = {
-        "schema": SCHEMA,
-        "created": now(),
-        "environment": environment,
+    record = record_head(SCHEMA, environment) | {
         "model": model | {"layers_by_kind": _layer_kinds(layers)},
         "settings": settings.to_json(),
         "floor": {

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from .. import __version__
 from ..base.conclusion import DEFECT, Conclusion
 from ..base.errors import Unsupported, UsageError, usage_errors
-from ..base.files import now
+from ..base.files import record_head
 from ..base.resources import DRAFTER, EMBEDDED
 from ..engines.capacity import plan
 from ..engines.dflash import load as load_drafter
@@ -591,10 +590,8 @@ def run(
     for result in results:
         if not result["as_expected"]:
             conclusion.add(DEFECT, _reason(result))
-    record = {
-        "schema": SCHEMA,
-        "created": now(),
-        "environment": {"ddtree_check": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()},
+    environment = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    record = record_head(SCHEMA, environment) | {
         "kinds": KINDS,
         "results": results,
         "seconds": time.perf_counter() - started,
