@@ -544,9 +544,9 @@ def _first_difference(wanted: Sequence[int], got: Sequence[int]) -> str:
 
 
 def _walked(step: Step, outcome: Outcome) -> dict | None:
-    """Compare what the engine says that it accepted with ar's greedy walk; engines may sample, so it decides nothing."""
-    if step.accepted is None:
     """Compare what the engine says that it accepted with ar's greedy walk; it decides nothing: engines may sample."""
+    if step.accepted is None:
+        return None
     right = greedy_walk(step.tree, outcome.ar.argmax)
     theirs = Accepted(step.accepted, right.bonus if step.bonus is None else step.bonus)
     verdicts = [outcome.results[mode].verdicts for mode in ("tree_forked", "linear")]
