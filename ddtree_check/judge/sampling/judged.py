@@ -210,7 +210,7 @@ def _drawn_from(row: np.ndarray, given: torch.Tensor | None, sampling: Sampling,
 
 
 def same_processing(row: np.ndarray, log_q: np.ndarray, sampling: Sampling, past, rounding: float) -> bool:
-    """Return whether log_q [vocabulary] is `row` processed, each value off by `rounding` at most, and tokens kept or cut
+    """Return whether log_q [vocabulary] is `row` processed: each value off by `rounding` at most, tokens kept or cut
     otherwise only where that could do it. A row that nothing can be drawn from gives NaN, and nothing else does."""
     if not usable(row) or np.isnan(log_q[0]):
         return not usable(row) and bool(np.isnan(log_q[0]))
