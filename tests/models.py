@@ -15,6 +15,7 @@ from ddtree_check.engines.transformers.engine import TransformersEngine
 from ddtree_check.engines.transformers.loading import build_random
 from ddtree_check.model.small_shapes import SHAPES, VOCAB
 from ddtree_check.model.wiring import BLANK, FORKED, UNFORKED, Wiring
+from ddtree_check.selftest import inject
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.shapes import shape
 
@@ -50,6 +51,17 @@ def make_small(dtype: str = "float32") -> TransformersEngine:
 @functools.cache
 def _shared(family: str, dtype: str, mixers: str, changes: str) -> TransformersEngine:
     return make_engine(family, dtype, mixers, **ast.literal_eval(changes))
+
+
+def states_of_next(host, *channels: str, layer: int):
+    """Return a change of `verify` for `inject.batched`: every request starts from the next one's states in a layer."""
+
+    def change(right, prefixes, *args, **kwargs):
+        pairs = zip(prefixes, (*prefixes[1:], *prefixes[:1]), strict=True)
+        wrong = [inject.mixed(host, prefix, other, channels, layer=layer) for prefix, other in pairs]
+        return right(wrong, *args, **kwargs)
+
+    return change
 
 
 def tree(name: str = "random", nodes: int = 16, *, order: str = "heap", seed: int = 0, root: int = 5) -> DraftTree:

@@ -10,8 +10,10 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from .. import __version__
 
 PART = ".ddtree-check-part"  # ends the name of a file that is being written
 
@@ -118,6 +120,11 @@ def unwritable(error: OSError) -> str:
 def now() -> str:
     """Return the time in UTC, to the second, as records hold it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def record_head(schema: str, environment: Mapping) -> dict:
+    """Return what every record begins with: its schema, the time, and what ran it, this package's version first."""
+    return {"schema": schema, "created": now(), "environment": {"ddtree_check": __version__, **environment}}
 
 
 def json_number(value: float) -> float | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from .. import __version__
 from ..base.forked_pool import apart
 from ..judge.attribution import Finding
 from ..judge.case import Outcome, Runs, judge_case
@@ -70,8 +69,7 @@ def judge_all(
     one whose rules judge. progress(done, total, text) is called before each part and at the end. workers: processes
     that share the parts, if `run` keeps nothing of them; the record is the same.
     """
-    environment, show = {"ddtree_check": __version__, **described}, progress or (lambda *_: None)
-    known = known_for(environment)
+    show, known = progress or (lambda *_: None), known_for(described)
     wanted = {True: MODES, False: (), None: settings.require}[settings.attribute]
     # A failure is known by its wiring, case by case; of all others the first one says it.
     hunt = Hunt(set(wanted), {entry.mode for entry in known})
@@ -87,7 +85,7 @@ def judge_all(
     excused = excuse([o.results for o in outcomes], known, [o.attribution for o in outcomes])
     outcomes = [replace(outcome, results=results) for outcome, results in zip(outcomes, excused, strict=True)]
     outcomes = _first_attributions(outcomes)
-    record = make_record(outcomes, layers, settings, environment, model, reactions)
+    record = make_record(outcomes, layers, settings, described, model, reactions)
     return attach(record, outcomes, settings) if settings.sampling.active else record
 
 

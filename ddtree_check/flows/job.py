@@ -176,29 +176,26 @@ class Job(Target, Prompts, Sources, Besides, Stored, Saved):
 
 def job_of(verb: str, given: Mapping[str, object]) -> Job:
     """Return the job of a command's options by name, as texts or values; None was not chosen. Raises UsageError."""
-    chosen = {
-        each.name: each.read(given[each.name])
-        for each in offered(verb, (*RUN, Stored, Saved))
-        if given.get(each.name) is not None
-    }
-    own, rounds = ({each.name for each in options(group)} for group in (Job, Rounds))
-    parts: dict[str, dict[str, object]] = {"job": {}, "rounds": {}, "settings": {}}
-    for name, value in (DEFAULTS[verb] | chosen).items():
-        parts["job" if name in own else "rounds" if name in rounds else "settings"][name] = value
-    return Job(verb=verb, settings=parts["settings"], rounds=parts["rounds"] or None, **parts["job"])
+    known = offered(verb, (*RUN, Stored, Saved))
+    settings = dict(DEFAULTS[verb])
+    settings |= {each.name: each.read(given[each.name]) for each in known if given.get(each.name) is not None}
+    chosen, rounds = (
+        {each.name: settings.pop(each.name) for each in options(group) if each.name in settings}
+        for group in (Job, Rounds)
+    )
+    return Job(verb=verb, settings=settings, rounds=rounds or None, **chosen)
 
 
 def select_prompts(job: Job) -> list[tuple[int, Prompt]]:
-    """The prompts of a job, each with its place in the file. Needs no model. Raises UsageError."""
+    """Return the prompts of a job, each with its place in the file. Needs no model. Raises UsageError."""
     folder = fixtures_dir() / "prompts"
     path = {None: folder / "code.jsonl", HUMANEVAL: folder / "humaneval.jsonl"}.get(job.prompts, job.prompts)
     with usage_errors():
-        prompts = list(enumerate(load_prompts(path)))
-    prompts = prompts[: job.limit]
+        prompts = list(enumerate(load_prompts(path)))[: job.limit]
     known = {prompt.id for _, prompt in prompts}
-    unknown = [name for name in job.only if name not in known]
-    if unknown:
-        raise UsageError(f"only: no prompt {unknown[0]!r} among {len(prompts)}, first {prompts[0][1].id!r}")
+    for name in job.only:
+        if name not in known:
+            raise UsageError(f"only: no prompt {name!r} among {len(prompts)}, first {prompts[0][1].id!r}")
     return [(place, prompt) for place, prompt in prompts if not job.only or prompt.id in job.only]
 
 
@@ -206,33 +203,36 @@ def case_ids(job: Job) -> dict[str, list[str]]:
     """Return the ids of the cases that each prompt of a job leads to, as `check` names them. Raises UsageError."""
     prompts, shape = select_prompts(job), job.tree if job.tree in PUBLISHED else job.tree and "tree"
     names = make(Settings, job.settings).budgets if shape is None else [shape]
-    found = {}
-    for (_, prompt), recorded in zip(prompts, _drafts(job, prompts), strict=True):
-        sizes = [len(recorded) - 1] if isinstance(recorded, DraftTree) else names
-        found[prompt.id] = [f"{prompt.id}/{name}" for name in sizes]
-    return found
+    return {
+        prompt.id: [
+            f"{prompt.id}/{name}" for name in ([len(recorded) - 1] if isinstance(recorded, DraftTree) else names)
+        ]
+        for (_, prompt), recorded in zip(prompts, _drafts(job, prompts), strict=True)
+    }
 
 
 def run(job: Job, progress: Callable[[int, int, str], None] | None = None) -> dict:
-    """Runs a job and returns its record. progress(done, total, text) is called before each long step.
+    """Run a job and return its record. progress(done, total, text) is called before each long step.
 
     Raises UsageError for bad input, found before the weights are read wherever that is possible, and Unsupported.
     """
     if (job.engine in REPLAYED) != (job.trace is not None):
         got = f"engine {job.engine} and {'no trace' if job.trace is None else job.trace}"
         raise UsageError(f"trace: got {got}, expected --engine trace with the path of a trace, or neither")
+    progress = progress or (lambda *_: None)
     if job.trace is not None:
-        return _run_trace(job, progress or (lambda *_: None))
+        return _run_trace(job, progress)
     prompts = select_prompts(job)
     with usage_errors():
         tree = load_tree(job.tree) if job.tree and job.tree not in PUBLISHED else None
     drafts = _drafts(job, prompts)
     with quiet_libraries():
-        return _run(job, prompts, tree, drafts, progress or (lambda *_: None))
+        record, tokenizer = _run(job, prompts, tree, drafts, progress)
+    return _shown(record, job, tokenizer)
 
 
 def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
-    """For each prompt its recorded draft, or None."""
+    """Return for each prompt its recorded draft, or None. Raises UsageError."""
     if not (job.draft or "").startswith(RECORDED):
         return [None] * len(prompts)
     path = job.draft.removeprefix(RECORDED)
@@ -249,7 +249,8 @@ def _drafts(job: Job, prompts: Sequence[tuple[int, Prompt]]) -> list:
     return [drafts[place] for place, _ in prompts]
 
 
-def _run(job: Job, prompts, tree, drafts, progress) -> dict:
+def _run(job: Job, prompts, tree, drafts, progress) -> tuple[dict, object]:
+    """Load the model and run it; return the record and the tokenizer, if there is one."""
     from ..engines.registry import load_engine, load_options
     from ..engines.transformers import loading
     from .batch import batch_runs, check_sizes
@@ -281,18 +282,11 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
             f"require: got {idle[0]}, which is none of --modes {','.join(rounds.modes)}; run it too, or require others"
         )
     largest = max(rows for item in items for rows in _tree_rows(item, settings))
-    own = load_options(job.engine, args=engine_args(job.engine_args), tp=job.tp, rows=largest)
     engine = load_engine(
-        job.engine,
-        job.model,
-        vocab_size=settings.vocab_size,
-        weights=job.weights,
-        dtype=job.dtype,
-        device=job.device,
-        seed=settings.seed,
-        progress=lambda text: progress(0, len(items), text),
-        **own,
-    )
+        job.engine, job.model, vocab_size=settings.vocab_size, weights=job.weights, dtype=job.dtype, device=job.device,
+        seed=settings.seed, progress=lambda text: progress(0, len(items), text),
+        **load_options(job.engine, args=engine_args(job.engine_args), tp=job.tp, rows=largest),
+    )  # fmt: skip
     model = {**engine.provenance, "tokenizer": origin}
     if settings.draft == DFLASH and tree is None:
         items, model["drafter"] = _with_drafter(job, draft, engine, items)
@@ -301,13 +295,11 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
             _expect_room(job, engine, items, settings)
         if job.verb == "sweep":
             blocks = job.blocks or (_block(items, settings),)
-            record = sweep(engine, items, settings, rounds, blocks, model=model, progress=progress)
-            return record | {"command": job.command()}
+            return sweep(engine, items, settings, rounds, blocks, model=model, progress=progress), None
         if rounds is not None:
             rounds = generate(engine, items, settings, rounds, journal=job.journal, progress=progress)
         if job.verb == "generate":
-            found = make_record(engine, rounds, settings, model)
-            return found | {"command": job.command(), "tokens": _texts(found, tokenizer)}
+            return make_record(engine, rounds, settings, model), tokenizer
         oracle = engine.exact() if job.oracle else None
         together = batch_runs(engine, items, settings, job.batch, progress=progress) if job.batch else None
         workers = processes(model, environment=engine.describe())
@@ -317,28 +309,34 @@ def _run(job: Job, prompts, tree, drafts, progress) -> dict:
             )
     if ":" in job.engine:  # one of the caller's own, which may pass on what the engine that it wraps says of itself
         record["environment"]["engine"] = job.engine
-    for section, found in (("rounds", rounds), ("batch", together)):
-        if found is not None:
-            record = attach(record, section, found)
-    return record | {"command": job.command(), "tokens": _texts(record, tokenizer)}
+    for name, section in (("rounds", rounds), ("batch", together)):
+        if section is not None:
+            record = attach(record, name, section)
+    return record, tokenizer
+
+
+def _shown(record: dict, job: Job, tokenizer) -> dict:
+    """Return a record with the command that makes it again and, but for a sweep, the texts of its tokens."""
+    texts = {} if job.verb == "sweep" else {"tokens": _texts(record, tokenizer)}
+    return record | {"command": job.command()} | texts
 
 
 def engine_args(pairs: Sequence[str]) -> dict[str, object]:
-    """NAME=VALUE pairs as a mapping; values are read as JSON where they are (8, 0.5, true, null), else as text."""
-    found: dict[str, object] = {}
+    """Read NAME=VALUE pairs into a mapping; values that are JSON (8, 0.5, true, null) as such, others as text."""
+    values: dict[str, object] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"engine-arg: got {pair!r}, expected NAME=VALUE such as mamba_ssm_dtype=bfloat16")
         try:
-            found[name] = json.loads(text)
+            values[name] = json.loads(text)
         except ValueError:
-            found[name] = text
-    return found
+            values[name] = text
+    return values
 
 
 def draft_source(job: Job) -> str:
-    """The draft of a job, the default filled in: the embedded drafter where it fits, else the model's own choices."""
+    """Return the draft of a job, the default filled in: the embedded drafter where it fits, else the model's own."""
     if job.draft:
         return job.draft
     embedded = job.model in (None, EMBEDDED) and job.weights == "real"
@@ -346,7 +344,7 @@ def draft_source(job: Job) -> str:
 
 
 def _with_drafter(job: Job, draft: str, engine, items: Sequence) -> tuple[list, dict]:
-    """The items with their DFlash drafter, which the engine reads features for from now on, and what it is."""
+    """Return the items with their DFlash drafter, which the engine reads features for from now on, and its facts."""
     from ..engines.dflash import load
 
     try:
@@ -361,23 +359,21 @@ def _with_drafter(job: Job, draft: str, engine, items: Sequence) -> tuple[list, 
 
 
 def _block(items: Sequence, settings) -> int:
-    """Positions of a draft block with the root's: those of the settings, or the drafter's if they are fewer."""
+    """Return the positions of a draft block with the root's: those of the settings, or the drafter's if fewer."""
     return 1 + min([settings.length, *(item.drafter.length for item in items if item.drafter is not None)])
 
 
 def _tree_rows(item, settings) -> list[int]:
-    """At most so many rows has each tree that a prompt will get, its root included."""
-    given = item.tree or (item.recorded if hasattr(item.recorded, "parents") else None)
-    if given is not None:
-        return [len(given)]
-    if isinstance(item.recorded, tuple):
-        return list(map(len, item.recorded))
+    """Return how many rows, at most, each tree that a prompt will get has, its root included."""
+    given = item.tree or item.recorded
+    if isinstance(given, DraftTree | tuple):
+        return list(map(len, given if isinstance(given, tuple) else (given,)))
     budgets = settings.budgets if settings.shape is None else [len(PUBLISHED[settings.shape].split())]
     return [1 + budget for budget in budgets]
 
 
 def _expect_room(job: Job, engine, items: Sequence, settings) -> None:
-    """Raises UsageError for a trace that would take more than `max_bytes`, before any of it is written."""
+    """Raise UsageError for a trace that would take more than `max_bytes`, before any of it is written."""
     from .passes import trace_bytes
 
     needed = trace_bytes(engine, items, settings, [_tree_rows(item, settings) for item in items])
@@ -389,16 +385,13 @@ def _expect_room(job: Job, engine, items: Sequence, settings) -> None:
 
 
 def _run_trace(job: Job, progress) -> dict:
-    """Judges recorded passes; a model is loaded only if one is named."""
+    """Judge recorded passes; a model is loaded only if one is named."""
     from ..trace.read import read_trace
 
     free = {"budgets", "seed", "require", *(each.name for each in options(Rule))}
+    live = ("tree", "draft", "oracle", "batch", "rounds", "journal", "save_trace", "max_bytes")
     useless = [name for name in job.settings if name not in free]
-    useless += [
-        name
-        for name in ("tree", "draft", "oracle", "batch", "rounds", "journal", "save_trace", "max_bytes")
-        if getattr(job, name) != getattr(Job(), name)
-    ]
+    useless += [name for name in live if getattr(job, name) != getattr(Job, name)]
     if useless or job.verb != "compare":
         what = spoken((useless or [job.verb])[0])
         raise UsageError(f"{what}: says nothing of passes that were recorded; leave it out")
@@ -420,24 +413,20 @@ def _run_trace(job: Job, progress) -> dict:
                 )
             progress(0, len(steps), f"loading {job.model}")
             live = load_engine(
-                "transformers",
-                job.model,
-                weights=job.weights,
-                dtype=trace.header.dtype,
-                device=job.device,
+                "transformers", job.model, weights=job.weights, dtype=trace.header.dtype, device=job.device,
                 seed=settings.seed,
-            )
+            )  # fmt: skip
             tokenizer, _ = _tokenizer(job, loading.resolve(job.model), False)
         prompts = None if job.prompts is None else _wanted_prompts(job, tokenizer)
         with few_threads({} if live is None else live.provenance):
             record = judge_trace(
                 TraceEngine(trace), settings, reference=live, prompts=prompts, steps=steps, progress=progress
             )
-    return record | {"command": job.command(), "tokens": _texts(record, tokenizer)}
+    return _shown(record, job, tokenizer)
 
 
 def _select_steps(job: Job, trace) -> tuple:
-    """The steps of a trace that --only (a step's or request's id) and --limit leave."""
+    """Return the steps of a trace that --only (a step's or request's id) and --limit leave. Raises UsageError."""
     known = {name for step in trace.steps for name in (step.id, step.request)}
     for name in job.only:
         if name not in known:
@@ -447,22 +436,22 @@ def _select_steps(job: Job, trace) -> tuple:
 
 
 def _wanted_prompts(job: Job, tokenizer) -> dict[str, tuple[int, ...]]:
-    """Token ids by prompt, that the requests of a trace should have had."""
-    found = {}
+    """Return token ids by prompt, that the requests of a trace should have had. Raises UsageError."""
+    wanted = {}
     for _, prompt in select_prompts(replace(job, limit=None, only=())):
         if prompt.token_ids is None and tokenizer is None:
             raise UsageError("prompts: text needs a tokenizer; give --model, or a .jsonl file of token_ids")
-        found[prompt.id] = prompt.token_ids or tuple(tokenizer(prompt.text)["input_ids"])
-    return found
+        wanted[prompt.id] = prompt.token_ids or tuple(tokenizer(prompt.text)["input_ids"])
+    return wanted
 
 
 @contextlib.contextmanager
 def few_threads(model: Mapping[str, object]) -> Iterator[None]:
-    """One thread for a small model, unless the caller chose: threads wait through its many small steps."""
+    """Take one thread for a small model, unless the caller chose: threads wait through its many small steps."""
     import torch
 
     before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ and int(model.get("parameters", SMALL)) < SMALL:
+    if _is_small(model):
         torch.set_num_threads(1)
     try:
         yield
@@ -471,22 +460,27 @@ def few_threads(model: Mapping[str, object]) -> Iterator[None]:
 
 
 def processes(model: Mapping[str, object], environment: Mapping[str, object]) -> int:
-    """How many processes share a run's prompts: a small model on the CPU gets a core for each, unless the caller chose
-    threads."""
-    small = int(model.get("parameters", SMALL)) < SMALL and environment.get("device") == "cpu"
+    """Return how many processes share a run's prompts: a small model on the CPU gets a core for each, unless the caller
+    chose threads."""
     forks = hasattr(os, "sched_getaffinity")  # Linux, where a process can be forked and cores can be counted
-    return min(4, len(os.sched_getaffinity(0))) if small and forks and "OMP_NUM_THREADS" not in os.environ else 1
+    spread = forks and _is_small(model) and environment.get("device") == "cpu"
+    return min(4, len(os.sched_getaffinity(0))) if spread else 1
+
+
+def _is_small(model: Mapping[str, object]) -> bool:
+    """Return whether threads cost more than they bring; False if the caller chose them."""
+    return "OMP_NUM_THREADS" not in os.environ and int(model.get("parameters", SMALL)) < SMALL
 
 
 def _stop_tokens(config, tokenizer) -> frozenset[int]:
-    """Token ids that end a text, by the model's config and by its tokenizer."""
+    """Return the token ids that end a text, by the model's config and by its tokenizer."""
     ids = getattr(config, "eos_token_id", None)
-    found = [*(ids if isinstance(ids, list) else [ids]), getattr(tokenizer, "eos_token_id", None)]
-    return frozenset(token for token in found if token is not None)
+    ids = [*(ids if isinstance(ids, list) else [ids]), getattr(tokenizer, "eos_token_id", None)]
+    return frozenset(ids) - {None}
 
 
 def _tokenizer(job: Job, source: str, needed: bool):
-    """A tokenizer and whose it is. One that is only there to make views readable is not fetched from anywhere."""
+    """Return a tokenizer and whose it is. One that only makes views readable is not fetched from anywhere."""
     from ..engines.transformers import loading
 
     alias = ALIASES.get((job.model or "").lower())
@@ -537,13 +531,13 @@ def _tokenizer_fault(source: str) -> str | None:
 
 
 def _texts(record: dict, tokenizer) -> dict[str, str]:
-    """Text by token id (a string, as JSON keys are) of every token that a view of the record may show."""
+    """Return texts by token id (a string, as JSON keys are) of every token that a view of the record may show."""
     if tokenizer is None:
         return {}
     ids = set()
     for prompt in record.get("rounds", {}).get("prompts", ()):
         for mode in prompt["modes"].values():
-            ids.update(token for found in mode["rounds"] for token in found["tree"]["tokens"])
+            ids.update(token for each in mode["rounds"] for token in each["tree"]["tokens"])
     for case in record.get("cases", ()):
         ids.update(walk["bonus"] for walk in case["acceptance"].values())
         for node in case["nodes"]:
@@ -555,7 +549,7 @@ def _texts(record: dict, tokenizer) -> dict[str, str]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """No loading bars, retries or advice of the libraries amid our output; afterwards as it was.
+    """Keep loading bars, retries and advice of the libraries out of our output; afterwards all is as it was.
 
     Enter it before torch is imported: threads that spin while they wait, its default, make a small model on shared
     cores many times slower.

@@ -45,8 +45,7 @@ def run_case(engine, prefix, case: Case, reference, exact, settings: Settings, s
 
     def whole(name: str) -> torch.Tensor:
         logits = engine.verify(prefix, tree, wiring[name]).logits
-        if sink := watch.sink(name, wiring[name]):
-            sink(range(len(tree)), logits)
+        watch.sink(name, wiring[name])(range(len(tree)), logits)
         return logits
 
     def tried(name: str, run: Callable, *given):
@@ -180,19 +179,21 @@ class Watch:
         forked, unforked = (self.digests.get(mode) for mode in ("tree_forked", CONTROL))
         return forked and unforked and all(forked[node] == unforked[node] for node in self.case.tree.clean)
 
-    def sink(self, name: str, wiring: Wiring | None = None) -> Callable | None:
-        """Return what takes (nodes, logits) of a pass, or None if nobody looks at it."""
+    def sink(self, name: str, wiring: Wiring | None = None) -> Callable:
+        """Return what takes (nodes, logits) of a pass."""
         claim = wiring.name if wiring else "engine"
 
         def add(nodes, logits):
+            if name in MODES:
+                self.tracks.see(name, nodes, logits)
+                self.ties.see(name, nodes, logits)
             if name in self.in_bits:
                 self.digests.setdefault(name, {}).update(zip(nodes, digests(logits), strict=True))
             if self.step is not None:
                 own = _own_rows(self.engine, name, self.case, nodes, logits, self.settings.sampling)
                 self.step.add(name, logits, nodes=nodes, width=len(self.case.tree), wiring=claim, **own)
 
-        looked = name in self.in_bits or self.step is not None
-        return self.tracks.sink(name, self.ties.sink(name, add if looked else None))
+        return add
 
     def findings(self, ar: Differences, differences: dict[str, Differences]) -> dict:
         """Return the fields of Runs that hold what was seen, the differences with the tokens that the engine took."""
@@ -200,7 +201,7 @@ class Watch:
             "ar": self.ties.choose("ar", ar),
             "differences": {mode: self.ties.choose(mode, own) for mode, own in differences.items()},
             "sampled": self.tracks.finish(),
-            "ties": self.ties.finish(),
+            "ties": self.ties.ties,
         }
 
 

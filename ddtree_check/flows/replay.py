@@ -49,14 +49,13 @@ OTHER = (
 
 
 def writer_for(engine, path: str | Path, settings: Settings | None = None, **bounds) -> TraceWriter:
-    """A writer for the passes that a live engine makes under `settings`. bounds: max_bytes, top. Raises UsageError if a
-    trace stands there."""
+    """Return a writer for the passes that a live engine makes under `settings`. bounds: max_bytes, top. Raises
+    UsageError if a trace stands there."""
     folder, sampling = Path(path), None
     if settings is not None:
         engine = complete(engine, settings.vocab_size)
-        if settings.sampling.active:
-            flat = settings.to_json()
-            sampling = {name: flat[name] for name in SAMPLED}
+        flat = settings.to_json()
+        sampling = {name: flat[name] for name in SAMPLED} if settings.sampling.active else None
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.glob(f"*{SUFFIX}"))):
             raise UsageError(f"save-trace: {path} exists, expected the name of a new folder")
@@ -80,7 +79,7 @@ def writer_for(engine, path: str | Path, settings: Settings | None = None, **bou
 
 
 def record_trace(engine, items: Sequence[Item], settings: Settings, path: str | Path, **bounds) -> dict:
-    """`check`, with every pass that it makes written to a trace at `path`; returns the record of the live run."""
+    """Run `check`, write every pass that it makes to a trace at `path`, and return the record of the live run."""
     with writer_for(engine, path, settings, **bounds) as trace:
         return check(engine, items, settings, trace=trace)
 
@@ -108,15 +107,10 @@ class Reference:
 
 
 def judge_trace(
-    engine: TraceEngine,
-    settings: Settings,
-    *,
-    reference=None,
-    prompts: Mapping[str, Sequence[int]] | None = None,
-    steps: Sequence[Step] | None = None,
-    progress: Callable | None = None,
-) -> dict:
-    """The record of a trace, in the form of `check`'s.
+    engine: TraceEngine, settings: Settings, *, reference=None, prompts: Mapping[str, Sequence[int]] | None = None,
+    steps: Sequence[Step] | None = None, progress: Callable | None = None,
+) -> dict:  # fmt: skip
+    """Judge a trace and return its record, in the form of `check`'s.
 
     reference: a live engine of the same model, which supplies ar and what else the trace lacks. prompts: token ids that
     the requests should have had, by request. Raises UsageError if a step has no ar and there is no reference.
@@ -149,7 +143,7 @@ def judge_trace(
         "layers": "trace" if engine.layers else "reference" if reference is not None else "assumed",
         "supplied": sorted(recorded.supplied),
         "reference_noise": max(recorded.noise, default=None),
-        "top": any("top_ids" in one.arrays for step in steps for one in step.passes),
+        "top": any("top_ids" in each.arrays for step in steps for each in step.passes),
         "notes": _notes(engine, steps, record, recorded.supplied, recorded.walked, reference),
     }
     return record
@@ -216,14 +210,14 @@ def _drawn(settings: Settings, given: Mapping) -> Settings:
     """Return the settings under which a header says that tokens were drawn. Raises UsageError for what is none."""
     if unknown := sorted(given.keys() - set(SAMPLED)):
         raise UsageError(f"trace: sampling has {unknown[0]!r:.60}, expected some of {', '.join(SAMPLED)}")
-    own = {name: value for name, value in given.items() if name in vars(settings.sampling)}
-    rest = {name: value for name, value in given.items() if name not in own}
-    return replace(settings, sampling=replace(settings.sampling, **own), **rest)
+    drawn = {name: value for name, value in given.items() if name in vars(settings.sampling)}
+    rest = {name: value for name, value in given.items() if name not in drawn}
+    return replace(settings, sampling=replace(settings.sampling, **drawn), **rest)
 
 
 def _control(steps: Sequence[Step]) -> str | None:
-    """The wiring that the unforked passes claim, where it is not the usual one."""
-    claims = {found.wiring for step in steps for found in step.of(CONTROL)} - {"engine", CONTROL}
+    """Return the wiring that the unforked passes claim, where it is not the usual one, or None."""
+    claims = {each.wiring for step in steps for each in step.of(CONTROL)} - {"engine", CONTROL}
     if len(claims) > 1:
         raise UsageError(f"trace: unforked passes claim {', '.join(sorted(claims))[:80]}, expected one wiring")
     for claim in claims:
@@ -236,52 +230,50 @@ def _control(steps: Sequence[Step]) -> str | None:
 
 
 def _references(recorded: _Recorded, steps: Sequence[Step]) -> list[Reference]:
+    """Return the reference of each step behind one prefix. Raises UsageError if ar is missing and no engine is live."""
     engine, settings, live, dtype = recorded.engine, recorded.settings, recorded.live, recorded.dtype
     whole = [_whole(engine, step, "ar") for step in steps]
-    lacks = [step for step, rows in zip(steps, whole, strict=True) if rows is None]
+    lacks = next((step for step, rows in zip(steps, whole, strict=True) if rows is None), None)
     if lacks and live is None:
-        have = engine.rows(lacks[0], "ar")
-        missing = "no ar" if have is None else f"ar at {have[1].sum()} of {len(lacks[0].tree)} nodes"
+        have = engine.rows(lacks, "ar")
+        missing = "no ar" if have is None else f"ar at {have[1].sum()} of {len(lacks.tree)} nodes"
         raise UsageError(
-            f"trace: step {lacks[0].id!r:.60} has {missing}, expected it at every node; give --model, "
+            f"trace: step {lacks.id!r:.60} has {missing}, expected it at every node; give --model, "
             "which then decodes it, or record it"
         )
     if lacks:
         return [reference_of(step, settings, live, dtype) for step in steps]
-    problem = _own_problem(engine, steps, whole, settings, dtype)
-    references = []
+    problem, references = _own_problem(engine, steps, whole, settings, dtype), []
     for step, rows in zip(steps, whole, strict=True):
-        forward = engine.rows(step, "forward")
-        forward = None if forward is None else _differences(rows, *forward, engine.dtype)
-        own = Reference(rows, True, forward, problem)
-        references.append(own if live is None else _crossed(own, step, settings, live, dtype, engine.dtype))
+        if (forward := engine.rows(step, "forward")) is not None:
+            forward = _differences(rows, *forward, engine.dtype)
+        reference = Reference(rows, True, forward, problem)
+        references.append(reference if live is None else _crossed(reference, step, settings, live, dtype, engine.dtype))
     return references
 
 
 def _whole(engine, step: Step, mode: str):
-    """The rows of a mode if every node has one."""
-    found = engine.rows(step, mode)
-    return found[0] if found is not None and found[1].all() else None
+    """Return the rows of a mode if every node has one, or None."""
+    passes = engine.rows(step, mode)
+    return passes[0] if passes is not None and passes[1].all() else None
 
 
 def _own_problem(engine, steps, whole, settings: Settings, dtype: str) -> str | None:
-    """`reference_problem` over the trees of one prefix together, each node once."""
+    """Return `reference_problem` over the trees of one prefix together, each node once."""
     _, places = merge([step.tree for step in steps])
     parts: dict[str, dict[int, Differences]] = {"repeat": {}, "forward": {}}
     for step, rows, place in zip(steps, whole, places, strict=True):
-        for mode, held in parts.items():
-            found = engine.rows(step, mode)
-            if found is None:
-                continue
-            own = _differences(rows, *found, engine.dtype)
-            for node in np.flatnonzero(found[1]).tolist():
-                held.setdefault(place[node], own[[node]])
-    joined = {mode: join([held[node] for node in sorted(held)]) if held else None for mode, held in parts.items()}
-    return reference_problem(joined["repeat"], joined["forward"], settings.rule, dtype)
+        for mode, nodes in parts.items():
+            if (passes := engine.rows(step, mode)) is not None:
+                differences = _differences(rows, *passes, engine.dtype)
+                for node in np.flatnonzero(passes[1]).tolist():
+                    nodes.setdefault(place[node], differences[[node]])
+    joined = [join([nodes[node] for node in sorted(nodes)]) if nodes else None for nodes in parts.values()]
+    return reference_problem(*joined, settings.rule, dtype)
 
 
 def reference_of(step: Step, settings: Settings, live, dtype: str) -> Reference:
-    """ar, and how far a right run may be from it, from the live engine's own controls on this tree."""
+    """Decode ar, and say how far a right run may be from it by the live engine's own controls on this tree."""
     tree, rule = step.tree, settings.rule
     prefix = live.prefill(step.prompt_tokens)
     rows = live.decode(prefix, tree)
@@ -295,8 +287,8 @@ def reference_of(step: Step, settings: Settings, live, dtype: str) -> Reference:
     problem = reference_problem(repeat_run(live, prefix, tree, rows), forward, rule, dtype)
     pooled = max((float(np.max(control.max_abs)) for control in controls), default=0.0)
 
-    def across(found: Differences) -> np.ndarray:
-        return np.maximum(rule.floor([np.full(len(found), pooled)], found.ulp), rule.across[dtype] * found.std)
+    def across(run: Differences) -> np.ndarray:
+        return np.maximum(rule.floor([np.full(len(run), pooled)], run.ulp), rule.across[dtype] * run.std)
 
     unforked = None
     if not step.of(CONTROL) and live.supports(settings.control) is None:
@@ -305,29 +297,26 @@ def reference_of(step: Step, settings: Settings, live, dtype: str) -> Reference:
 
 
 def _crossed(own: Reference, step: Step, settings: Settings, live, dtype: str, computed: torch.dtype) -> Reference:
-    """The trace's ar, checked against the live engine's: two engines may be equally wrong only if both are."""
-    found = reference_of(step, settings, live, dtype)
-    if own.problem or found.problem:
-        return replace(
-            own, problem=own.problem or f"the model's own reference: {found.problem}", unforked=found.unforked
-        )
-    off = measure_any(found.rows, own.rows, computed)
-    beyond = ~(off.max_abs <= found.across(off))
-    problem = None
-    if beyond.any():
+    """Check the trace's ar against the live engine's: two engines may be equally wrong only if both are."""
+    theirs = reference_of(step, settings, live, dtype)
+    problem = own.problem or (theirs.problem and f"the model's own reference: {theirs.problem}")
+    if not problem:
+        off = measure_any(theirs.rows, own.rows, computed)
+        beyond = ~(off.max_abs <= theirs.across(off))
         node = int(np.argmax(beyond))
-        problem = (
-            f"ar of the trace is not that of the model: {beyond.sum()} of {len(beyond)} nodes differ, first node "
-            f"{node} by {off.max_abs[node]:.3g}; other weights, other input ids, or plain decoding is wrong"
-        )
-    return replace(own, problem=problem, unforked=found.unforked)
+        if beyond.any():
+            problem = (
+                f"ar of the trace is not that of the model: {beyond.sum()} of {len(beyond)} nodes differ, first node "
+                f"{node} by {off.max_abs[node]:.3g}; other weights, other input ids, or plain decoding is wrong"
+            )
+    return replace(own, problem=problem, unforked=theirs.unforked)
 
 
 # One step
 
 
 def _differences(reference, rows, measured: np.ndarray, dtype: torch.dtype) -> Differences:
-    """Differences [n] at the measured nodes; another node holds the first one's."""
+    """Return the differences [n] at the measured nodes; another node holds the first one's."""
     nodes = np.flatnonzero(measured)
     where = np.zeros(len(measured), dtype=int)
     where[nodes] = np.arange(len(nodes))
@@ -421,16 +410,16 @@ def _chain(recorded: _Recorded, step: Step, reference: Reference, mismatch, line
 
 def _wide(step: Step, mode: str) -> bool:
     """Return whether all passes of a mode are as wide as the tree."""
-    return min((one.width for one in step.of(mode)), default=0) >= len(step.tree)
+    return min((each.width for each in step.of(mode)), default=0) >= len(step.tree)
 
 
 def _first_wrong(steps: Sequence[Step]) -> dict[str, Step]:
-    """The first step of each request that was given another tree than its own."""
-    found: dict[str, Step] = {}
+    """Return the first step of each request that was given another tree than its own."""
+    wrong: dict[str, Step] = {}
     for step in sorted(steps, key=lambda step: step.round or 0):
-        if step.request is not None and step.request not in found and wrong_parents(step, None):
-            found[step.request] = step
-    return found
+        if step.request is not None and step.request not in wrong and wrong_parents(step, None):
+            wrong[step.request] = step
+    return wrong
 
 
 class Given:
@@ -441,28 +430,28 @@ class Given:
         self._step = step
 
     def chosen(self, mode, tree, nodes, logits) -> list[int] | None:
-        if not any("chosen" in one.lists for one in self._step.passes):
+        if not any("chosen" in each.lists for each in self._step.passes):
             return None
-        said: dict[int, int] = {}
-        for one in self._step.of(mode):
-            for node, token in zip(one.nodes, one.lists.get("chosen", ()), strict=False):
-                said.setdefault(node, token)
-        return [said.get(node, int(row.argmax())) for node, row in zip(nodes, logits, strict=True)]
+        tokens: dict[int, int] = {}
+        for each in self._step.of(mode):
+            for node, token in zip(each.nodes, each.lists.get("chosen", ()), strict=False):
+                tokens.setdefault(node, token)
+        return [tokens.get(node, int(row.argmax())) for node, row in zip(nodes, logits, strict=True)]
 
     def processed(self, mode, tree, nodes, logits, sampling, prompt_tokens, made) -> torch.Tensor | None:
-        for one in self._step.of(mode):
-            if "processed" in one.arrays and set(nodes) <= set(one.nodes):
-                return tensor(one.arrays["processed"])[[one.nodes.index(node) for node in nodes]].to(logits.device)
+        for each in self._step.of(mode):
+            if "processed" in each.arrays and set(nodes) <= set(each.nodes):
+                return tensor(each.arrays["processed"])[[each.nodes.index(node) for node in nodes]].to(logits.device)
         return None
 
 
 def _told(outcome: Outcome, step: Step, before: Step | None, first: Step | None) -> Outcome:
-    """The outcome, with a tree pass that was given another tree than the step's failed: certain, whatever moved.
+    """Return the outcome; a tree pass that was given another tree than the step's has failed, whatever moved.
 
     Where nothing can be told, since all is off at the root, the step that left a wrong state behind (`first`) is named.
     """
     result = outcome.results["tree_forked"]
-    said = wrong_parents(step, before) or wrong_slot(step) or wrong_positions(step) or two_answers(step)
+    wrong = wrong_parents(step, before) or wrong_slot(step) or wrong_positions(step) or two_answers(step)
     cached = step.source.get("cached_tokens")
     if result.reason == OTHER and first is not None and (first.round or 0) < (step.round or 0):
         reason = (
@@ -471,26 +460,25 @@ def _told(outcome: Outcome, step: Step, before: Step | None, first: Step | None)
         )
     elif result.reason == OTHER and cached:
         reason = f"{OTHER}; the request began behind a prefix hit of {cached} tokens"
-    elif said is None or not result.verdicts:
+    elif wrong is None or not result.verdicts:
         return outcome
     else:
-        reason = f"{said}; {result.reason or 'no logit moved beyond the floor'}"
+        reason = f"{wrong}; {result.reason or 'no logit moved beyond the floor'}"
         result = replace(result, verdict="fail")
     return replace(outcome, results=outcome.results | {"tree_forked": replace(result, reason=reason)})
 
 
 def wrong_parents(step: Step, before: Step | None) -> str | None:
-    """How the parents that the recurrent layers were told differ from the tree's, in plain words; None if they do not.
+    """Say how the parents that the recurrent layers were told differ from the tree's; None if they do not.
 
     Only a pass whose rows are all stored can be compared, since parents are told by row.
     """
-    for one in step.of("tree_forked"):
-        told, nodes = one.lists.get("parents"), one.nodes
+    for each in step.of("tree_forked"):
+        told, nodes = each.lists.get("parents"), each.nodes
         if told is None or len(told) != len(nodes):
             continue
-        heard = {node: told[row] for row, node in enumerate(nodes) if node > 0}
-        heard = {node: nodes[row] if 0 <= row < len(nodes) else None for node, row in heard.items()}
-        wrong = [node for node, parent in heard.items() if parent != step.tree.parents[node]]
+        parents = {node: nodes[row] if 0 <= row < len(nodes) else None for node, row in zip(nodes, told, strict=True)}
+        wrong = [node for node, parent in parents.items() if node > 0 and parent != step.tree.parents[node]]
         if not wrong:
             continue
         count = f"{len(wrong)} of {len(step.tree)} nodes do not start from their parent"
@@ -501,59 +489,55 @@ def wrong_parents(step: Step, before: Step | None) -> str | None:
         stale = before is not None and tuple(told[: len(before.tree)]) == before.tree.parents
         old = ", as in this request's step before: a stale tree" if stale else ""
         return (
-            f"the recurrent layers were told parent {heard[wrong[0]]} of node {wrong[0]}, the tree has "
+            f"the recurrent layers were told parent {parents[wrong[0]]} of node {wrong[0]}, the tree has "
             f"{step.tree.parents[wrong[0]]}{old}: {count}"
         )
     return None
 
 
 def wrong_slot(step: Step) -> str | None:
-    """The state slot that the recurrent layers were given, where the server says that the request's is another."""
-    told, own = step.source.get("slot"), step.source.get("own_slot")
-    if told == own or None in (told, own):
+    """Name the state slot that the recurrent layers were given, where the server says that the request's is another."""
+    given, right = step.source.get("slot"), step.source.get("own_slot")
+    if given == right or None in (given, right):
         return None
-    return f"the recurrent layers were given state slot {told}, the request's own is {own}"
+    return f"the recurrent layers were given state slot {given}, the request's own is {right}"
 
 
 def wrong_positions(step: Step) -> str | None:
-    """How the positions of a tree pass's rows differ from root + depth, in plain words; None if they do not."""
-    for one in step.of("tree_forked"):
-        told = dict(zip(one.nodes, one.lists.get("positions") or (), strict=False))
-        if 0 not in told:
-            continue
-        wrong = [node for node, position in told.items() if node >= 0 and position - told[0] != step.tree.depth[node]]
-        if wrong:
-            node = wrong[0]
-            flat = all(position - told[0] == row for row, position in enumerate(told.values()))
+    """Say how the positions of a tree pass's rows differ from root + depth; None if they do not."""
+    for each in step.of("tree_forked"):
+        positions = dict(zip(each.nodes, each.lists.get("positions") or (), strict=False))
+        behind = {node: position - positions[0] for node, position in positions.items()} if 0 in positions else {}
+        wrong = (node for node, distance in behind.items() if node >= 0 and distance != step.tree.depth[node])
+        if (node := next(wrong, None)) is not None:
+            flat = list(behind.values()) == list(range(len(behind)))
             given = "flat positions, row after row" if flat else "other positions than their depth"
             return (
-                f"the rows were given {given}: node {node} stands {told[node] - told[0]} behind the root, its depth is "
+                f"the rows were given {given}: node {node} stands {behind[node]} behind the root, its depth is "
                 f"{step.tree.depth[node]}"
             )
     return None
 
 
 def two_answers(step: Step) -> str | None:
-    """The first node for which two recorded tree passes of one step hold other logits; None if there is none."""
-    held: dict[int, object] = {}
-    for one in step.of("tree_forked"):
-        name = "logits" if "logits" in one.arrays else "top_logits"
-        rows = one.arrays[name].read()
-        for row, node in enumerate(one.nodes):
-            if node >= 0 and not np.array_equal(held.setdefault(node, rows[row]), rows[row], equal_nan=True):
+    """Name the first node for which two recorded tree passes of one step hold other logits; None if there is none."""
+    first: dict[int, object] = {}
+    for each in step.of("tree_forked"):
+        rows = each.arrays["logits" if "logits" in each.arrays else "top_logits"].read()
+        for row, node in enumerate(each.nodes):
+            if node >= 0 and not np.array_equal(first.setdefault(node, rows[row]), rows[row], equal_nan=True):
                 return f"two passes of tree_forked hold other logits of node {node}; a step has one"
     return None
 
 
 def _off_at_root(outcome: Outcome) -> bool:
-    """Every mode that was judged fails at node 0."""
-    judged = [(mode, result) for mode, result in outcome.results.items() if mode != CONTROL and result.verdicts]
-    return bool(judged) and all(
-        not outcome.differences[mode].max_abs[0] <= outcome.floors[mode][0] for mode, _ in judged
-    )
+    """Return whether every mode that was judged, but for the control, fails at node 0."""
+    judged = [mode for mode, result in outcome.results.items() if mode != CONTROL and result.verdicts]
+    return bool(judged) and all(not outcome.differences[mode].max_abs[0] <= outcome.floors[mode][0] for mode in judged)
 
 
 def _library(engine, step: Step, settings: Settings) -> float | None:
+    """Return the largest |difference| of the recorded library's own pass to the unforked one, or None."""
     rows = [_whole(engine, step, mode) for mode in (CONTROL, "own")]
     if settings.wiring is not None or any(row is None for row in rows):
         return None
@@ -561,50 +545,42 @@ def _library(engine, step: Step, settings: Settings) -> float | None:
 
 
 def _mismatch(step: Step, prompts) -> dict[str, str]:
-    """Modes whose passes were fed other tokens than the step says, and how: no verdict on a verify pass follows."""
-    found = {}
+    """Return the modes whose passes were fed other tokens than the step says, and how: no verdict follows."""
+    wrong: dict[str, str] = {}
     if step.request in prompts:
         wanted = tuple(prompts[step.request])
         if step.prompt_tokens[: len(wanted)] != wanted:
-            said = _first_difference("prompt", wanted, step.prompt_tokens)
-            found = dict.fromkeys((*MODES, "ar", "chain"), f"input-id mismatch: the prompt and the trace: {said}")
-    for one in step.passes:
-        theirs = one.lists.get("prompt_tokens")
+            place = _first_difference(wanted, step.prompt_tokens)
+            wrong = dict.fromkeys((*MODES, "ar", "chain"), f"input-id mismatch: the prompt and the trace: {place}")
+    for each in step.passes:
+        theirs = each.lists.get("prompt_tokens")
         if theirs is not None and tuple(theirs) != step.prompt_tokens:
-            said = _first_difference("prompt", step.prompt_tokens, theirs)
-            found.setdefault(one.mode, f"input-id mismatch: the step and its pass {one.mode}: {said}")
-        for node, token in zip(one.nodes, one.lists.get("input_ids", ()), strict=False):
-            if node >= 0 and token != step.tree.tokens[node]:
-                found.setdefault(
-                    one.mode,
-                    f"input-id mismatch: pass {one.mode} was fed token {token} at node {node}, the tree has "
-                    f"{step.tree.tokens[node]}",
-                )
+            place = _first_difference(step.prompt_tokens, theirs)
+            wrong.setdefault(each.mode, f"input-id mismatch: the step and its pass {each.mode}: {place}")
+        for node, token in zip(each.nodes, each.lists.get("input_ids", ()), strict=False):
+            if node >= 0 and token != (right := step.tree.tokens[node]):
+                says = f"input-id mismatch: pass {each.mode} was fed token {token} at node {node}, the tree has {right}"
+                wrong.setdefault(each.mode, says)
                 break
-    return found
+    return wrong
 
 
-def _first_difference(what: str, wanted: Sequence[int], got: Sequence[int]) -> str:
-    for place, (one, other) in enumerate(zip(wanted, got, strict=False)):
-        if one != other:
-            return f"{what} position {place} is {one} in the first, {other} in the second"
-    return f"{what} has {len(wanted)} tokens in the first, {len(got)} in the second"
+def _first_difference(wanted: Sequence[int], got: Sequence[int]) -> str:
+    for place, (right, other) in enumerate(zip(wanted, got, strict=False)):
+        if right != other:
+            return f"prompt position {place} is {right} in the first, {other} in the second"
+    return f"prompt has {len(wanted)} tokens in the first, {len(got)} in the second"
 
 
 def _walked(step: Step, outcome: Outcome) -> dict | None:
-    """What the engine says that it accepted, against ar's greedy walk; it decides nothing, since engines may sample."""
+    """Compare what the engine says that it accepted with ar's greedy walk; it decides nothing: engines may sample."""
     if step.accepted is None:
         return None
-    ours = greedy_walk(step.tree, outcome.ar.argmax)
-    bonus = step.bonus if step.bonus is not None else ours.bonus
-    ties = [
-        node
-        for mode in ("tree_forked", "linear")
-        for node, verdict in enumerate(outcome.results[mode].verdicts)
-        if verdict == "tie"
-    ]
-    found = compare_walks(step.tree, ours, Accepted(step.accepted, bonus), ties)
-    return found | {"bonus": step.bonus}
+    right = greedy_walk(step.tree, outcome.ar.argmax)
+    theirs = Accepted(step.accepted, right.bonus if step.bonus is None else step.bonus)
+    verdicts = [outcome.results[mode].verdicts for mode in ("tree_forked", "linear")]
+    ties = [node for each in verdicts for node, verdict in enumerate(each) if verdict == "tie"]
+    return compare_walks(step.tree, right, theirs, ties) | {"bonus": step.bonus}
 
 
 def _notes(engine, steps, record: dict, supplied: set[str], walked: Mapping, live) -> list[str]:
@@ -614,10 +590,8 @@ def _notes(engine, steps, record: dict, supplied: set[str], walked: Mapping, liv
         notes.append("the trace is a part: the run that recorded it was interrupted or has not ended")
     if supplied:
         names = {"ar": "ar", "forward": "full forward passes", CONTROL: CONTROL}
-        notes.append(
-            f"{', '.join(names[name] for name in ('ar', 'forward', CONTROL) if name in supplied)} by engine "
-            f"{live.describe()['engine']} from --model, not by the trace"
-        )
+        given = ", ".join(words for name, words in names.items() if name in supplied)
+        notes.append(f"{given} by engine {live.describe()['engine']} from --model, not by the trace")
     if "ar" in supplied:
         rule, share = record["settings"]["rule"], record["settings"]["rule"]["across"][engine.trace.dtype]
         notes.append(
@@ -628,9 +602,9 @@ def _notes(engine, steps, record: dict, supplied: set[str], walked: Mapping, liv
         notes.append("the trace does not say what its layers read: one state in row order is assumed for the leak law")
     if not record["floor"]["controls"].keys() & {"pad", "chain"}:
         notes.append("no control of the tree's width in the trace: small faults may hide, see docs/trace.md")
-    if engine.header.sampling is None and any("processed" in one.arrays for step in steps for one in step.passes):
+    if engine.header.sampling is None and any("processed" in each.arrays for step in steps for each in step.passes):
         notes.append("processed rows were not judged: the header does not say how they were sampled")
-    if any("top_ids" in one.arrays for step in steps for one in step.passes):
+    if any("top_ids" in each.arrays for step in steps for each in step.passes):
         notes.append("top k only: what lies outside both top k, KL and total variation could not be compared")
     checks = [name for name in ("repeat", "forward") if not any(step.of(name) for step in steps)]
     if "ar" not in supplied and checks:
@@ -638,11 +612,9 @@ def _notes(engine, steps, record: dict, supplied: set[str], walked: Mapping, liv
     narrow = [step.id for step in steps if step.of("linear") and not _wide(step, "linear")]
     if narrow:
         notes.append(f"linear is narrower than the tree in {len(narrow)} steps, so it is no control there")
-    said = [found for found in walked.values() if found is not None]
+    walks = [walk for walk in walked.values() if walk is not None]
     wrong = ("wrong_accept", "wrong_reject", "wrong_bonus")
-    off = [found for found in said if any(found[name] for name in wrong) and not found["by_tie"]]
-    if said:
-        notes.append(
-            f"what the engine accepted is not what ar's greedy walk accepts in {len(off)} of {len(said)} steps"
-        )
+    off = sum(any(walk[name] for name in wrong) and not walk["by_tie"] for walk in walks)
+    if walks:
+        notes.append(f"what the engine accepted is not what ar's greedy walk accepts in {off} of {len(walks)} steps")
     return notes

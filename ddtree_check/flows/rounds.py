@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .. import __version__
 from ..base.conclusion import INCONCLUSIVE, Conclusion, ExitCode
 from ..base.errors import Unsupported, UsageError
-from ..base.files import json_number, now
+from ..base.files import json_number, record_head
 from ..base.journal import append_journal, resume_journal
 from ..base.words import counted
 from ..engines.checked import complete
@@ -42,19 +41,15 @@ SCHEMA = "ddtree-check/rounds/1"
 GREEDY = Sampler(Sampling(), 0, ())
 POLLUTED = {"bfloat16": 0.25, "float16": 0.25}  # features further off, relative to their rms; 1e-3 in other dtypes
 POLLUTION = "the drafter read what a leaked verify left: polluted features"
+INSENSITIVE = f"insensitive: {CONTROL} never left plain decoding, so that forked did not says little"
 DEEP, ASIDE = 0.3, 0.1  # shares of rounds that must accept two nodes or more, and leave the first branch
 
 
 def generate(
-    engine,
-    items: Sequence[Item],
-    settings: Settings,
-    rounds: Rounds,
-    *,
-    journal: str | Path | None = None,
+    engine, items: Sequence[Item], settings: Settings, rounds: Rounds, *, journal: str | Path | None = None,
     progress: Callable | None = None,
-) -> dict:
-    """Runs all prompts in all modes. Returns {"settings", "prompts", "summary", "coverage", "verdict", "exit_code"}.
+) -> dict:  # fmt: skip
+    """Run all prompts in all modes. Returns {"settings", "prompts", "summary", "coverage", "verdict", "exit_code"}.
 
     settings: its draft, first budget, order, seed, rule and required modes are used. journal: a file of JSON lines with
     the prompts that are finished; a run that was killed goes on after them. Raises UsageError for a journal of another
@@ -71,10 +66,9 @@ def generate(
     head = {"settings": settings.to_json(), "rounds": rounds.to_json(), "environment": environment}
     use = lambda line: conclude([line], settings, rounds, engine.layers, known)  # noqa: E731
     done = {} if journal is None else resume_journal(journal, head, use)
-    found = []
+    results, show = [], progress or (lambda *_: None)
     for place, item in enumerate(items):
-        if progress:
-            progress(place, len(items), item.id)
+        show(place, len(items), item.id)
         key = {"id": item.id, "prompt_tokens": list(item.tokens)}
         if item.recorded is not None:
             key["recorded"] = recorded_to_json(item.recorded)
@@ -83,17 +77,16 @@ def generate(
             result = key | _run_prompt(engine, item, settings, rounds)
             if journal is not None:
                 append_journal(journal, result)
-        found.append(result)
-    if progress:
-        progress(len(items), len(items), "done")
-    return conclude(found, settings, rounds, engine.layers, known)
+        results.append(result)
+    show(len(items), len(items), "done")
+    return conclude(results, settings, rounds, engine.layers, known)
 
 
 # One prompt
 
 
 def _run_prompt(engine, item: Item, settings: Settings, rounds: Rounds) -> dict[str, dict]:
-    """{"modes": what came of each, "refused": why the engine does not run the others}."""
+    """Return {"modes": the run of each, "refused": why the engine does not run the others}."""
     modes, refused = {}, {}
     for mode in rounds.modes:
         wirings = (MODES[mode].verify, MODES[mode].commit)
@@ -104,21 +97,20 @@ def _run_prompt(engine, item: Item, settings: Settings, rounds: Rounds) -> dict[
             modes[mode] = _Run(engine, item, settings, rounds, MODES[mode], mode).run()
         except Unsupported as error:
             refused[mode] = str(error)
-    longest = max((len(found["tokens"]) for found in modes.values()), default=0)
+    longest = max((len(run["tokens"]) for run in modes.values()), default=0)
     sampler = Sampler(settings.sampling, settings.seed, item.tokens)
     text = list(_plain_text(engine, item.tokens, longest, rounds.stop, sampler))
-    for found in modes.values():
-        pairs = list(zip(found["tokens"], text, strict=False))
+    for run in modes.values():
+        pairs = list(zip(run["tokens"], text, strict=False))
         same = sum(mine == theirs for mine, theirs in pairs)
-        found["agreement"] = same / max(1, len(pairs))
-        found["same_text"] = same == len(pairs)
+        run |= {"agreement": same / max(1, len(pairs)), "same_text": same == len(pairs)}
     return {"modes": modes, "refused": refused}
 
 
 def _plain_text(
     engine, prompt: Sequence[int], count: int, stop: frozenset[int], sampler: Sampler = GREEDY
 ) -> Iterator[int]:
-    """Autoregressive decoding: up to `count` tokens after the prompt, the end-of-text token included."""
+    """Decode autoregressively: up to `count` tokens after the prompt, the end-of-text token included."""
     prefix = engine.prefill(prompt)
     text = [sampler.pick(prefix.logits, ())]
     for _ in range(count):
@@ -139,7 +131,7 @@ class Ahead:
         self._steps: list[tuple[int, torch.Tensor, object]] = []
 
     def row(self, k: int) -> torch.Tensor:
-        """Logits after the root and k tokens of the text that follows it."""
+        """Return the logits [vocabulary] after the root and k tokens of the text that follows it."""
         while len(self._steps) <= k:
             last = len(self._steps) - 1
             token, start = (self.root, self.before) if last < 0 else (self.token(last), self._steps[last][2])
@@ -147,12 +139,11 @@ class Ahead:
         return self._steps[k][1]
 
     def token(self, k: int) -> int:
-        """The token that follows there."""
-        row = self.row(k)
-        return self.sampler.pick(row, (*self.made, *(step[0] for step in self._steps[: k + 1])))
+        """Return the token that follows there."""
+        return self.sampler.pick(self.row(k), (*self.made, *(step[0] for step in self._steps[: k + 1])))
 
     def advance(self, tokens: Sequence[int], root: int) -> None:
-        """Commits the root and what was accepted; what was looked up on the way is kept."""
+        """Commit the root and what was accepted; what was looked up on the way is kept."""
         self.passed = []
         for token in tokens:
             if self._steps and self._steps[0][0] == token:
@@ -166,12 +157,9 @@ class Ahead:
             self._steps.clear()
 
     def walk(self, tree: DraftTree) -> Accepted:
-        """What plain decoding accepts of a tree."""
-
-        def choose(node: int) -> int:
-            return self.sampler.pick(self.row(tree.depth[node]), (*self.made, *tree.path_tokens(node)))
-
-        return descend(tree, choose)
+        """Return what plain decoding accepts of a tree."""
+        pick = self.sampler.pick
+        return descend(tree, lambda node: pick(self.row(tree.depth[node]), (*self.made, *tree.path_tokens(node))))
 
 
 class _Run:
@@ -194,19 +182,21 @@ class _Run:
         self.table: np.ndarray | None = None  # this round's marginals
 
     def run(self) -> dict:
-        found, ended = [], "rounds"
-        for number in range(self.rounds.rounds):
-            if self.root in self.rounds.stop:
+        """Run all rounds, or as many as the text and the context have room for."""
+        records, ended = [], None
+        while ended is None:
+            if len(records) == self.rounds.rounds:
+                ended = "rounds"
+            elif self.root in self.rounds.stop:
                 ended = "end of text"
-                break
-            if self._room() < 0:
+            elif self._room() < 0:
                 ended = "context full"
-                break
-            found.append(self._round(number))
-        return {"tokens": self.text, "rounds": found, "ended": ended}
+            else:
+                records.append(self._round(len(records)))
+        return {"tokens": self.text, "rounds": records, "ended": ended}
 
     def _room(self) -> int:
-        """How deep a tree may be so that its last node still has a position; negative if the root has none."""
+        """Return how deep a tree may be so that its last node has a position; negative if the root has none."""
         used = len(self.item.tokens) + len(self.text)  # the root included
         left = self.settings.length if self.engine.max_length is None else self.engine.max_length - used
         return min(self.settings.length, left)
@@ -214,8 +204,7 @@ class _Run:
     def _round(self, number: int) -> dict:
         plain = self.rounds.plain and number % (self.rounds.plain + 1) == self.rounds.plain
         tree = DraftTree((self.root,), (-1,)) if plain else self._draft(number)
-        if self.mode.verify is None:
-            tree = padded_chain(tree, first_branch(tree))
+        tree = self._shaped(tree)
         if plain:
             logits, committed = self.engine.step(self.prefix, self.root)
             verified, logits = committed, logits[None]
@@ -235,9 +224,12 @@ class _Run:
         self.ahead.advance(tree.path_tokens(taken.path[-1]), taken.bonus)
         if self.features is not None:
             self._keep_features(verified, taken.path)
-        record = {
+        position = len(self.text)
+        self.text += emitted
+        self.prefix, self.root = committed, taken.bonus
+        return {
             "round": number,
-            "position": len(self.text),
+            "position": position,
             "nodes": len(tree) - 1,
             "tree": tree.to_json(),
             "path": list(walk.path),
@@ -251,9 +243,10 @@ class _Run:
             "drift": self._drift(committed),
             "drafter": drafter,
         }
-        self.text += emitted
-        self.prefix, self.root = committed, taken.bonus
-        return record
+
+    def _shaped(self, tree: DraftTree) -> DraftTree:
+        """Return what the mode runs of a tree: the first branch alone in the engine's own pass."""
+        return padded_chain(tree, first_branch(tree)) if self.mode.verify is None else tree
 
     def _walk(self, tree: DraftTree, logits: torch.Tensor) -> Accepted:
         if not self.sampler.sampling.active:
@@ -267,28 +260,24 @@ class _Run:
         return descend(tree, choose)
 
     def _chosen(self, tree: DraftTree, nodes: Sequence[int], logits: torch.Tensor) -> list[int]:
-        """The tokens that the engine takes greedily, by itself where it picks tokens."""
+        """Return the tokens that the engine takes greedily, by itself where it picks tokens."""
         taken = None if self.name == SHADOW else self.engine.chosen(self.name, tree, list(nodes), logits)
         return logits.argmax(-1).tolist() if taken is None else list(map(int, taken))
 
     def _drawn_from(self, tree: DraftTree, node: int, logits: torch.Tensor) -> tuple[np.ndarray, bool]:
-        """What the mode draws from at a node, and whether that is its raw row processed as it should be."""
+        """Return what the mode draws from at a node, and whether that is its raw row processed as it should be."""
         rule = self.settings.history if self.name == CONTROL else "path"
-        made = tuple(self.text[:-1])
-        return mode_row(self.engine, self.sampler, rule, self.name, tree, node, logits[node], made)
+        return mode_row(self.engine, self.sampler, rule, self.name, tree, node, logits[node], tuple(self.text[:-1]))
 
     def _drafter_record(self, tree: DraftTree, right: Accepted) -> dict:
-        """What the drafter expected of its draft and how much what followed surprised it, whether what it read was
-        polluted, and, in one mode, what plain decoding accepts of an n-gram draft of the same form in its place."""
+        """Return what the drafter expected of its draft and how much what followed surprised it, whether what it read
+        was polluted, and, in one mode, what plain decoding accepts of an n-gram draft of the same form in its place."""
         ngram = None
         if self.name == _reference(self.rounds) and self._room():
             table = ngram_marginals((*self.item.tokens, *self.text), self._room(), self.engine.vocab_size)
             other = draft_tree(table, self.settings, self.settings.budgets[0], self.root)
-            ngram = self.ahead.walk(
-                padded_chain(other, first_branch(other)) if self.mode.verify is None else other
-            ).accepted
-        followed = [*tree.path_tokens(right.path[-1])[1:], right.bonus]
-        excess, variance = surprise(self.table, followed)
+            ngram = self.ahead.walk(self._shaped(other)).accepted
+        excess, variance = surprise(self.table, [*tree.path_tokens(right.path[-1])[1:], right.bonus])
         return {
             "expected": expected_accepts(self.table, tree),
             "excess": excess,
@@ -298,8 +287,8 @@ class _Run:
         }
 
     def _keep_features(self, verified, path: Sequence[int]) -> None:
-        """Appends the features of what was accepted, from this round's own verify pass, and notes whether they are
-        plain decoding's. In shadow the drafter reads plain decoding's."""
+        """Append the features of what was accepted, from this round's own verify pass, and note whether they are plain
+        decoding's. In shadow the drafter reads plain decoding's."""
         right = torch.cat([prefix.features for prefix in self.ahead.passed])
         mine = right if self.name == SHADOW else verified.features[list(path)]
         self.features.append(mine)
@@ -316,37 +305,37 @@ class _Run:
 
     def _draft(self, number: int) -> DraftTree:
         settings, root, depth = self.settings, self.root, self._room()
-        if not depth:
-            self.table = None
-            return DraftTree((root,), (-1,))
-        if isinstance(self.item.recorded, tuple):
-            trees = self.item.recorded
-            tree = trees[number].with_root(root) if number < len(trees) else DraftTree((root,), (-1,))
-            tree = _no_deeper(tree, depth)
-            return tree if settings.order == "heap" else tree.reordered(settings.order)[0]
-        if isinstance(self.item.recorded, Marginals):
-            table = self.item.recorded.dense(self.engine.vocab_size)[:depth]
-        elif settings.draft == "dflash" and self.item.tree is None:
-            table = from_drafter(self.engine, self.item, torch.cat(self.features), root, depth)
-        elif settings.draft == "ngram":
-            table = ngram_marginals((*self.item.tokens, *self.text), depth, self.engine.vocab_size)
-        elif settings.draft == "self" and self.item.tree is None and self.item.recorded is None:
-            rows = [self.sampler.favour(self.ahead.row(k), self.ahead.token(k)) for k in range(depth)]
-            table = stand_in(np.stack(rows), settings, self.item.id, number)
-        else:
-            raise UsageError(
-                "rounds: got one fixed tree, expected a draft that goes on: self, ngram, or recorded lines of "
-                "marginals or of trees, one for each round"
-            )
-        self.table = table
-        tree = draft_tree(table, settings, settings.budgets[0], root)
+        self.table, tree = None, DraftTree((root,), (-1,))
+        if isinstance(self.item.recorded, tuple) and depth:
+            if number < len(self.item.recorded):
+                tree = _no_deeper(self.item.recorded[number].with_root(root), depth)
+        elif depth:
+            self.table = self._marginals(number, depth)
+            tree = draft_tree(self.table, settings, settings.budgets[0], root)
         return tree if settings.order == "heap" else tree.reordered(settings.order)[0]
 
+    def _marginals(self, number: int, depth: int) -> np.ndarray:
+        """Return the marginals [at most depth, vocabulary] that this round's tree is made of. Raises UsageError."""
+        settings, item = self.settings, self.item
+        if isinstance(item.recorded, Marginals):
+            return item.recorded.dense(self.engine.vocab_size)[:depth]
+        if settings.draft == "dflash" and item.tree is None:
+            return from_drafter(self.engine, item, torch.cat(self.features), self.root, depth)
+        if settings.draft == "ngram":
+            return ngram_marginals((*item.tokens, *self.text), depth, self.engine.vocab_size)
+        if settings.draft == "self" and item.tree is None and item.recorded is None:
+            rows = [self.sampler.favour(self.ahead.row(k), self.ahead.token(k)) for k in range(depth)]
+            return stand_in(np.stack(rows), settings, item.id, number)
+        raise UsageError(
+            "rounds: got one fixed tree, expected a draft that goes on: self, ngram, or recorded lines of marginals or "
+            "of trees, one for each round"
+        )
+
     def _parted(self, tree: DraftTree, walk: Accepted, right: Accepted, logits: torch.Tensor) -> dict | None:
-        """Where and how far the mode left plain decoding in this round; None if it did not."""
+        """Return where and how far the mode left plain decoding in this round, or None."""
         if walk == right:
             return None
-        found = compare_walks(tree, right, walk)
+        moved = compare_walks(tree, right, walk)
         node = [a for a, b in zip(walk.path, right.path, strict=False) if a == b][-1]
         row = self.ahead.row(tree.depth[node])[None]
         difference = measure(row, logits[node : node + 1])
@@ -375,36 +364,32 @@ class _Run:
             "max_abs": json_number(difference.max_abs[0]),
             "floor": json_number(floor[0]),
             "tie": tie,
-            "wrong_accept": len(found["wrong_accept"]),
-            "wrong_reject": len(found["wrong_reject"]),
-            "wrong_bonus": found["wrong_bonus"],
+            "wrong_accept": len(moved["wrong_accept"]),
+            "wrong_reject": len(moved["wrong_reject"]),
+            "wrong_bonus": moved["wrong_bonus"],
         }
 
     def _drift(self, committed) -> float | None:
-        """The stored states against plain decoding of the same text: largest rms difference / rms of any channel. None
-        if it is not finite or the engine shows no states."""
-        with contextlib.suppress(Unsupported):
-            return self._measured_drift(committed)
-        return None
-
-    def _measured_drift(self, committed) -> float | None:
-        parts = compare_contents(
-            self.engine.contents(self.ahead.before), self.engine.contents(committed), getattr(torch, self.dtype)
-        )
-        if parts[0].error:
+        """Compare the stored states with plain decoding of the same text: return the largest rms difference / rms of
+        any channel, or None if it is not finite or the engine shows no states."""
+        try:
+            right, stored = self.engine.contents(self.ahead.before), self.engine.contents(committed)
+        except Unsupported:
             return None
-        return json_number(max((part.rms / part.size for part in parts if part.size), default=0.0))
+        position, *parts = compare_contents(right, stored, getattr(torch, self.dtype))
+        shares = (part.rms / part.size for part in parts if part.size)
+        return None if position.error else json_number(max(shares, default=0.0))
 
 
 def _no_deeper(tree: DraftTree, depth: int) -> DraftTree:
-    """The tree without what is deeper than the context has room for."""
+    """Return the tree without what is deeper than the context has room for."""
     kept = [node for node in range(len(tree)) if tree.depth[node] <= depth]
     place = {node: at for at, node in enumerate(kept)} | {-1: -1}
     return DraftTree(tuple(tree.tokens[node] for node in kept), tuple(place[tree.parents[node]] for node in kept))
 
 
 def _until_stop(tree: DraftTree, walk: Accepted, stop: frozenset[int]) -> Accepted:
-    """A walk that ends with an accepted end-of-text token, which then stands for its bonus too."""
+    """End a walk with an accepted end-of-text token, which then stands for its bonus too."""
     for place, node in enumerate(walk.path[1:], start=1):
         if tree.tokens[node] in stop:
             return Accepted(walk.path[: place + 1], tree.tokens[node])
@@ -415,7 +400,7 @@ def _until_stop(tree: DraftTree, walk: Accepted, stop: frozenset[int]) -> Accept
 
 
 def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, layers, known=()) -> dict:
-    """The summary of each mode, what was exercised, and a verdict: 0 pass, 1 a defect, 2 inconclusive.
+    """Return the summary of each mode, what was exercised, and a verdict: 0 pass, 1 a defect, 2 inconclusive.
 
     known: modes that a library is known to compute wrong for this model; they leave plain decoding without a defect.
     """
@@ -446,14 +431,9 @@ def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, lay
                 f"token {first['position']}, node {first['node']}, margin {margin})",
                 f"rounds: {mode}: alarm: it {summary[mode]['alarm']}; its acceptance is withheld",
             )
-    if (
-        reads(layers, Conv, State)
-        and CONTROL in summary
-        and CONTROL not in settings.require
-        and not summary[CONTROL]["off"]
-    ):
-        why = f"rounds: insensitive: {CONTROL} never left plain decoding, so that forked did not says little"
-        conclusion.add(INCONCLUSIVE, why)
+    shown = reads(layers, Conv, State) and CONTROL not in settings.require
+    if shown and CONTROL in summary and not summary[CONTROL]["off"]:
+        conclusion.add(INCONCLUSIVE, f"rounds: {INSENSITIVE}")
     for name, least, what in (
         ("accepted_two_or_more", DEEP, "accept two nodes or more"),
         ("side_branch_accepts", ASIDE, "leave the first branch"),
@@ -472,74 +452,68 @@ def conclude(prompts: Sequence[Mapping], settings: Settings, rounds: Rounds, lay
 
 
 def _reference(rounds: Rounds, run: Sequence[str] | None = None) -> str:
-    """The mode whose trees tell what was exercised, of those that ran: the forked tree's if it did."""
+    """Return the mode whose trees tell what was exercised, of those that ran: the forked tree's if it did."""
     modes = rounds.modes if run is None else run
     return "tree_forked" if not modes or "tree_forked" in modes else modes[-1]
 
 
 def summarise(runs: Sequence[Mapping]) -> dict:
-    """Counts and averages over all rounds of a mode. `accepted_per_round` excludes the root and the bonus token and is
-    withheld (None) when the mode's output is not plain decoding's: a speed bought with another text is none."""
-    rounds = [(run, found) for run in runs for found in run["rounds"]]
-    drafted = [found for _, found in rounds if not found["plain"]]
-    parted = [(run, found) for run, found in rounds if found["parted"]]
-    off = [(run, found) for run, found in parted if not found["parted"]["tie"]]
-    mine, theirs = (sum(found[name] for found in drafted) for name in ("accepted", "ar_accepted"))
+    """Return counts and averages over all rounds of a mode. `accepted_per_round` excludes the root and the bonus token
+    and is withheld (None) when the mode's output is not plain decoding's: a speed bought with another text is none."""
+    rounds = [each | {"prompt": run["id"]} for run in runs for each in run["rounds"]]
+    drafted = [each for each in rounds if not each["plain"]]
+    parted = [each["parted"] | {"prompt": each["prompt"], "round": each["round"]} for each in rounds if each["parted"]]
+    off = [each for each in parted if not each["tie"]]
+    mine, theirs, emitted = (sum(each[name] for each in drafted) for name in ("accepted", "ar_accepted", "emitted"))
     count = max(1, len(drafted))
-    drift = [found["drift"] for _, found in rounds]
-    lost = any(value is None for value in drift)
-    first = None
-    if off:
-        run, found = min(off, key=lambda item: item[1]["parted"]["position"])
-        first = {"prompt": run["id"], "round": found["round"]} | found["parted"]
+    drift = [each["drift"] for each in rounds]
     return {
         "rounds": len(rounds),
         "off": len(off),
         "ties": len(parted) - len(off),
-        "accepted_per_round": mine / count if not off else None,
-        "tokens_per_round": sum(found["emitted"] for found in drafted) / count if not off else None,
+        "accepted_per_round": None if off else mine / count,
+        "tokens_per_round": None if off else emitted / count,
         "ar_accepted_per_round": theirs / count,
         "moved_per_round": (mine - theirs) / count,
-        "wrong_accept_per_round": sum(found["parted"]["wrong_accept"] for _, found in parted) / count,
-        "wrong_reject_per_round": sum(found["parted"]["wrong_reject"] for _, found in parted) / count,
-        "alarm": None if not off else _alarm(mine, theirs),
+        "wrong_accept_per_round": sum(each["wrong_accept"] for each in parted) / count,
+        "wrong_reject_per_round": sum(each["wrong_reject"] for each in parted) / count,
+        "alarm": _alarm(mine, theirs) if off else None,
         "agreement": sum(run["agreement"] for run in runs) / max(1, len(runs)),
         "same_text": sum(run["same_text"] for run in runs),
         "texts": len(runs),
-        "first": first,
+        "first": min(off, key=lambda each: each["position"], default=None),
         "drafter": _drafter_summary(drafted, theirs / count, off),
         "drift": {
             "first": drift[0] if drift else None,
             "last": drift[-1] if drift else None,
-            "largest": None if lost or not drift else max(drift),
+            "largest": None if None in drift else max(drift, default=None),
         },
     }
 
 
 def _drafter_summary(drafted: Sequence[Mapping], accepted: float, off: Sequence) -> dict | None:
-    """What the drafter expected per round beside what plain decoding accepts of its drafts, and what that says.
+    """Return what the drafter expected per round beside what plain decoding accepts of its drafts, and what that says.
 
     ngram: what plain decoding accepts of an n-gram draft in the same places, in the mode where it was asked, else None;
-    surprised: by what followed, in standard deviations (`draft.surprise`);
+    surprised: by what followed, in standard deviations (`marginals.surprise`);
     polluted: rounds that were drafted from features which are not plain decoding's.
     """
-    own = [found["drafter"] for found in drafted if found.get("drafter")]
-    if not own:
+    drafts = [each["drafter"] for each in drafted if each.get("drafter")]
+    if not drafts:
         return None
-    expected = sum(round["expected"] for round in own) / len(own)
-    asked = [round["ngram"] for round in own if round["ngram"] is not None]
+    expected, polluted, excess, variance = (
+        sum(draft[name] for draft in drafts) for name in ("expected", "polluted", "excess", "variance")
+    )
+    asked = [draft["ngram"] for draft in drafts if draft["ngram"] is not None]
     ngram = sum(asked) / len(asked) if asked else None
-    polluted = sum(round["polluted"] for round in own)
-    excess, variance = (sum(round[name] for round in own) for name in ("excess", "variance"))
     surprised = excess / variance**0.5 if variance else 0.0
-    says = POLLUTION if polluted else None if off else drafter_says(surprised, accepted, ngram)
     return {
-        "expected": expected,
+        "expected": expected / len(drafts),
         "accepted": accepted,
         "ngram": ngram,
         "surprised": surprised,
         "polluted": polluted,
-        "says": says,
+        "says": POLLUTION if polluted else None if off else drafter_says(surprised, accepted, ngram),
     }
 
 
@@ -557,19 +531,16 @@ def _share(values: Iterable[bool]) -> float:
 # The record
 
 
-def attach(record: dict, section: str, found: dict) -> dict:
+def attach(record: dict, name: str, section: dict) -> dict:
     """Join one more section to the record of a comparison, and conclude from both."""
-    both, more = Conclusion.of(record), Conclusion.of(found)
+    both, more = Conclusion.of(record), Conclusion.of(section)
     both.add(more.exit_code, *more.reasons)
-    return both.into(record | {section: found})
+    return both.into(record | {name: section})
 
 
 def make_record(engine, rounds: dict, settings: Settings, model: dict) -> dict:
-    """The record of rounds alone."""
-    return {
-        "schema": SCHEMA,
-        "created": now(),
-        "environment": {"ddtree_check": __version__, **engine.describe()},
+    """Return the record of rounds alone."""
+    return record_head(SCHEMA, engine.describe()) | {
         "model": model,
         "settings": settings.to_json(),
         "rounds": rounds,

@@ -12,15 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from .. import __version__
 from ..base.conclusion import DEFECT, INCONCLUSIVE, PASS, Conclusion
 from ..base.errors import Unsupported, UsageError
-from ..base.files import now
+from ..base.files import record_head
 from ..engines.checked import Checked, complete
 from ..judge.nodes import CONTROL
 from ..model.wiring import Conv, State, Wiring, contaminated, reads
 from ..tree.draft_tree import DraftTree
-from .rounds import MODES, SHADOW, Rounds, generate, summarise
+from .rounds import INSENSITIVE, MODES, SHADOW, Rounds, generate, summarise
 from .settings import Item, Settings
 
 SCHEMA = "ddtree-check/sweep/1"
@@ -81,16 +80,10 @@ class Setting:
 
 
 def sweep(
-    engine,
-    items: Sequence[Item],
-    settings: Settings,
-    rounds: Rounds,
-    blocks: Sequence[int],
-    *,
-    model: dict | None = None,
-    progress: Callable | None = None,
-) -> dict:
-    """Runs all prompts with every block size and budget and returns the record.
+    engine, items: Sequence[Item], settings: Settings, rounds: Rounds, blocks: Sequence[int], *,
+    model: dict | None = None, progress: Callable | None = None,
+) -> dict:  # fmt: skip
+    """Run all prompts with every block size and budget and return the record.
 
     settings: its budgets, draft, order, seed and rule are used; rounds: how many of each prompt. blocks: positions of a
     draft block, the root's included. Raises UsageError for a block that the drafter does not draft.
@@ -103,31 +96,24 @@ def sweep(
     meter = Meter(engine, keep=int((model or {}).get("parameters", SMALL)) < SMALL)
     plan = [Setting(block, None, ("linear",)) for block in blocks]
     plan += [Setting(block, budget, TREES) for block in blocks for budget in settings.budgets]
-    found: dict[tuple[Setting, str], list[dict]] = {}
+    runs: dict[tuple[Setting, str], list[dict]] = {}
     passes: dict[tuple[Setting, str], list] = {}
+    show, total = progress or (lambda *_: None), len(items) * len(plan)
     for place, item in enumerate(items):  # prompt by prompt, because plain steps are kept for one
         for number, setting in enumerate(plan):
-            if progress:
-                progress(place * len(plan) + number, len(items) * len(plan), f"{item.id}, {_name(setting)}")
+            show(place * len(plan) + number, total, f"{item.id}, block {setting.block}, {_draft(setting.budget)}")
             for mode in setting.modes:
                 meter.passes.clear()
                 result = generate(meter, [item], setting.settings(settings), replace(rounds, modes=(mode,)))
                 for refused, reason in result["unsupported"].items():
                     raise Unsupported(f"{refused}: {reason}")
-                found.setdefault((setting, mode), []).append(result["prompts"][0])
+                runs.setdefault((setting, mode), []).append(result["prompts"][0])
                 wiring = MODES[mode].verify
-                passes.setdefault((setting, mode), []).extend(
-                    (tree, seconds) for tree, ran, seconds in meter.passes if ran == wiring
-                )
-    if progress:
-        progress(len(items) * len(plan), len(items) * len(plan), "done")
-    rows = [
-        _row(setting, mode, prompts, passes[setting, mode], engine.layers) for (setting, mode), prompts in found.items()
-    ]
-    record = {
-        "schema": SCHEMA,
-        "created": now(),
-        "environment": {"ddtree_check": __version__, **engine.describe()},
+                mine = [(tree, seconds) for tree, ran, seconds in meter.passes if ran == wiring]
+                passes.setdefault((setting, mode), []).extend(mine)
+    show(total, total, "done")
+    rows = [_row(*key, prompts, passes[key], engine.layers) for key, prompts in runs.items()]
+    record = record_head(SCHEMA, engine.describe()) | {
         "model": model or engine.provenance,
         "settings": settings.to_json() | {"blocks": list(blocks)},
         "rounds": rounds.to_json(),
@@ -137,62 +123,53 @@ def sweep(
     return _conclusion(rows, reads(engine.layers, Conv, State)).into(record)
 
 
-def _name(setting: Setting) -> str:
-    kind = "linear" if setting.budget is None else f"budget {setting.budget}"
-    return f"block {setting.block}, {kind}"
+def _draft(budget: int | None) -> str:
+    return "linear" if budget is None else f"budget {budget}"
 
 
 def _row(setting: Setting, mode: str, prompts: Sequence[dict], passes: Sequence, layers) -> dict:
-    """The figures of one mode of one configuration; docs/drafting.md says what each one counts."""
+    """Return the figures of one mode of one configuration; docs/drafting.md says what each one counts."""
     summary = summarise([{"id": prompt["id"]} | prompt["modes"][mode] for prompt in prompts])
-    wiring = MODES[mode].verify
-    nodes = sum(len(tree) - 1 for tree, _ in passes)
+    wiring, right = MODES[mode].verify, summary["off"] == 0
     dirty = 0 if wiring is None else sum(len(contaminated(wiring.plan(tree), layers)) for tree, _ in passes)
     drafted = [r for prompt in prompts for r in prompt["modes"][mode]["rounds"] if not r["plain"]]
-    accepted = sum(r["accepted"] for r in drafted)
-    rows = sum(len(tree) for tree, _ in passes)
-    seconds = [seconds for _, seconds in passes]
-    right = summary["off"] == 0
+    accepted, rounds = sum(r["accepted"] for r in drafted), max(1, len(drafted))
+    rows, seconds = sum(len(tree) for tree, _ in passes), [seconds for _, seconds in passes]
+    nodes = rows - len(passes)
     return {
         "block": setting.block,
         "budget": setting.budget,
         "mode": mode,
-        "rounds": summary["rounds"],
-        "off": summary["off"],
-        "ties": summary["ties"],
-        "accepted": accepted / max(1, len(drafted)) if right else None,
-        "seems": accepted / max(1, len(drafted)),
+        **{name: summary[name] for name in ("rounds", "off", "ties", "agreement", "same_text", "texts", "drafter")},
+        "accepted": accepted / rounds if right else None,
+        "seems": accepted / rounds,
         "ar_accepted": summary["ar_accepted_per_round"],
         "wrong_accept": summary["wrong_accept_per_round"],
         "wrong_reject": summary["wrong_reject_per_round"],
         # A round that is off emits at least one token that plain decoding would not: its bonus.
-        "wrong_tokens": summary["wrong_accept_per_round"] + summary["off"] / max(1, len(drafted)),
-        "agreement": summary["agreement"],
-        "same_text": summary["same_text"],
-        "texts": summary["texts"],
+        "wrong_tokens": summary["wrong_accept_per_round"] + summary["off"] / rounds,
         "contaminated": dirty / nodes if nodes else 0.0,
         "rows": rows / max(1, len(passes)),
         "rows_per_accepted": rows / accepted if right and accepted else None,
         "pass_ms": 1e3 * statistics.median(seconds) if seconds else None,
         "tokens_per_second": (accepted + len(drafted)) / sum(seconds) if right and sum(seconds) else None,
-        "drafter": summary["drafter"],
     }
 
 
 def answer(rows: Sequence[dict], block: int) -> dict:
-    """The best budget of the forked tree against the linear draft, and what an unforked verify makes of the same trees.
+    """Compare the best budget of the forked tree with the linear draft, and with an unforked verify of the same trees.
 
     gain: accepted nodes a round, best forked budget over linear; faster: tokens a second of verify passes, the best
     budget of that over linear. Both None where outputs differ from plain decoding's. leak: of the tokens a round
     (accepted and bonus) that unforked seems to make of that budget's trees in the shadow, the share that plain decoding
     would not emit; lost: nodes that it rejects wrongly.
     """
-    own = [row for row in rows if row["block"] == block]
-    linear = next(row for row in own if row["mode"] == "linear")
-    forked = [row for row in own if row["mode"] == "tree_forked"]
+    rows = [row for row in rows if row["block"] == block]
+    linear = next(row for row in rows if row["mode"] == "linear")
+    forked = [row for row in rows if row["mode"] == "tree_forked"]
     best = max(forked, key=lambda row: (row["seems"], -row["budget"]))
     fast = max(forked, key=lambda row: row["tokens_per_second"] or 0.0)
-    at = {row["mode"]: row for row in own if row["budget"] == best["budget"]}
+    at = {row["mode"]: row for row in rows if row["budget"] == best["budget"]}
     shadow, unforked = at[SHADOW], at[CONTROL]
     sound = linear["accepted"] is not None and best["accepted"] is not None
     timed = linear["tokens_per_second"] and fast["tokens_per_second"]
@@ -217,13 +194,11 @@ def _conclusion(rows: Sequence[dict], recurrent: bool) -> Conclusion:
     conclusion = Conclusion()
     for row in rows:
         if row["mode"] in REQUIRED and row["off"]:
-            kind = "linear" if row["budget"] is None else f"budget {row['budget']}"
             conclusion.add(
                 DEFECT,
                 f"{row['mode']}: fail ({row['off']} of {row['rounds']} rounds left plain decoding at block "
-                f"{row['block']}, {kind}); its acceptance and speed are withheld",
+                f"{row['block']}, {_draft(row['budget'])}); its acceptance and speed are withheld",
             )
     if conclusion.exit_code == PASS and recurrent and not any(row["off"] for row in rows if row["mode"] == CONTROL):
-        why = f"insensitive: {CONTROL} never left plain decoding, so that forked did not says little"
-        conclusion.add(INCONCLUSIVE, why)
+        conclusion.add(INCONCLUSIVE, INSENSITIVE)
     return conclusion

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -24,7 +24,7 @@ Contents = tuple[int, list[dict[str, torch.Tensor]]]  # as `Engine.contents` giv
 
 
 def flat_contents(contents: Contents) -> dict[tuple[int, str], torch.Tensor]:
-    """By layer and channel."""
+    """Return contents by layer and channel."""
     return {(layer, channel): x for layer, channels in enumerate(contents[1]) for channel, x in channels.items()}
 
 
@@ -46,21 +46,23 @@ class Part:
     size: float
     ulp: float
 
+    @property
+    def kind(self) -> str:
+        """The channel without the number of a further one: 'conv' for 'conv.1'."""
+        return self.channel.partition(".")[0]
+
 
 def compare_contents(reference: Contents, stored: Contents, dtype: torch.dtype) -> list[Part]:
-    """A Part for the position, then one for each channel of each layer of the reference."""
+    """Return a Part for the position, then one for each channel of each layer of the reference."""
     apart = float(abs(stored[0] - reference[0]))
-    parts = [Part(-1, POSITION, apart, apart, 0.0, 0.0)]
-    for layer, channels in enumerate(reference[1]):
-        for channel, right in channels.items():
-            found = stored[1][layer].get(channel)
-            size, spacing = _rms(right), float(ulp(right.abs().max(), dtype)) if right.numel() else 0.0
-            if found is None or found.shape != right.shape or found.dtype != right.dtype:
-                parts.append(Part(layer, channel, np.inf, np.inf, size, spacing))
-                continue
-            difference = found.double() - right.double()
-            error = float(difference.abs().max()) if right.numel() else 0.0
-            parts.append(Part(layer, channel, error if np.isfinite(error) else np.inf, _rms(difference), size, spacing))
+    parts, theirs = [Part(-1, POSITION, apart, apart, 0.0, 0.0)], flat_contents(stored)
+    for place, right in flat_contents(reference).items():
+        mine, error, rms = theirs.get(place), np.inf, np.inf
+        if mine is not None and mine.shape == right.shape and mine.dtype == right.dtype:
+            difference = mine.double() - right.double()
+            error, rms = float(difference.abs().max()) if right.numel() else 0.0, _rms(difference)
+        spacing = float(ulp(right.abs().max(), dtype)) if right.numel() else 0.0
+        parts.append(Part(*place, error if np.isfinite(error) else np.inf, rms, _rms(right), spacing))
     return parts
 
 
@@ -69,23 +71,21 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def chain_floors(parts: Sequence[Part], steps: Sequence[Part], rule: Rule, dtype: str) -> list[float]:
-    """Largest error of each part of a chain's commit that plain decoding's own (`steps`) explains.
+    """Return the largest error of each part of a chain's commit that plain decoding's own (`steps`) explains.
 
     Steps run other kernels, so the largest of any layer counts, relative to the state's size and channel by channel.
     """
     share: dict[str, float] = {}
     for step in steps:
         if step.size:
-            kind = step.channel.partition(".")[0]
-            share[kind] = max(share.get(kind, 0.0), step.error / step.size)
-    return [_floor(part, rule, dtype, share.get(part.channel.partition(".")[0], 0.0) * part.size) for part in parts]
+            share[step.kind] = max(share.get(step.kind, 0.0), step.error / step.size)
+    return [_floor(part, rule, dtype, share.get(part.kind, 0.0) * part.size) for part in parts]
 
 
 def tree_floors(parts: Sequence[Part], controls: Sequence[Sequence[Part]], rule: Rule, dtype: str) -> list[float]:
-    """Largest error of each part that `controls`, commits of the same path along chains, explain."""
-    return [
-        _floor(part, rule, dtype, max(control[place].error for control in controls)) for place, part in enumerate(parts)
-    ]
+    """Return the largest error of each part that `controls`, commits of the same path along chains, explain."""
+    errors = [max((control[place].error for control in controls), default=0.0) for place in range(len(parts))]
+    return [_floor(part, rule, dtype, error) for part, error in zip(parts, errors, strict=True)]
 
 
 def _floor(part: Part, rule: Rule, dtype: str, control: float) -> float:
@@ -95,7 +95,7 @@ def _floor(part: Part, rule: Rule, dtype: str, control: float) -> float:
 
 
 def off(parts: Sequence[Part], floors: Sequence[float]) -> list[tuple[Part, float]]:
-    """The parts beyond their floors, each with its floor."""
+    """Return the parts beyond their floors, each with its floor."""
     return [(part, floor) for part, floor in zip(parts, floors, strict=True) if not part.error <= floor]
 
 
@@ -104,7 +104,7 @@ def off(parts: Sequence[Part], floors: Sequence[float]) -> list[tuple[Part, floa
 
 @dataclass(eq=False)
 class Search:
-    """Says what a commit stored in place of the state after `path`, from what plain decoding leaves at each node.
+    """The search for what a commit stored in place of the state after `path`, in what plain decoding leaves at nodes.
 
     before, reference, stored: contents before the accept (None: not known), after it, and what was found. `see` is
     shown nodes, each once; `complete`: all of them. what: as which state it was found.
@@ -121,49 +121,41 @@ class Search:
     what: str = "committed state"
 
     def see(self, node: int, contents: Contents) -> None:
+        """Take in what plain decoding leaves at a node."""
         for part, _ in self.bad:
             key = (part.layer, part.channel)
-            if part.channel == POSITION:
+            theirs, mine = _tensor(contents, part), _tensor(self.stored, part)
+            if theirs is None:  # the position, or of a trace that does not hold it
                 continue
-            theirs = contents[1][part.layer].get(part.channel)
-            if theirs is None:  # of a trace that does not hold it
-                continue
-            if _by_rows(part.channel):
+            if _by_rows(part):
                 self.rows.setdefault(key, {})[node] = theirs[-1]
-                continue
-            found = self.stored[1][part.layer].get(part.channel)
-            if found is not None and found.shape == theirs.shape:
-                error = float((found.double() - theirs.double()).abs().max())
+            elif mine is not None and mine.shape == theirs.shape:
+                error = float((mine.double() - theirs.double()).abs().max())
                 self.nearest[key] = min(self.nearest.get(key, (np.inf, -1)), (error, node))
 
     def say(self, part: Part, floor: float) -> str:
+        """Say what was stored in the place of a part."""
         if part.channel == POSITION:
             return f"position {self.stored[0]}, expected {self.reference[0]}"
         name = _word(part.channel)
-        found = self.stored[1][part.layer].get(part.channel)
-        right = self.reference[1][part.layer][part.channel]
-        if found is None:
+        mine, right, before = (_tensor(contents, part) for contents in (self.stored, self.reference, self.before))
+        if mine is None:
             return f"no {name} is stored"
-        if found.shape != right.shape:
-            if _by_rows(part.channel) and found.shape[1:] == right.shape[1:]:
-                return f"{name}: {len(found)} rows, expected {len(right)}"
-            return f"{name} has shape {list(found.shape)}, expected {list(right.shape)}"
-        if found.dtype != right.dtype:
-            return f"{name} is {found.dtype}, expected {right.dtype}"
-        if not found.isfinite().all():
+        if mine.shape != right.shape:
+            if _by_rows(part) and mine.shape[1:] == right.shape[1:]:
+                return f"{name}: {len(mine)} rows, expected {len(right)}"
+            return f"{name} has shape {list(mine.shape)}, expected {list(right.shape)}"
+        if mine.dtype != right.dtype:
+            return f"{name} is {mine.dtype}, expected {right.dtype}"
+        if not mine.isfinite().all():
             return f"{name} is not finite"
-        narrow = _rounded(found, right, floor)
-        if narrow:
+        if narrow := _rounded(mine, right, floor):
             return f"{name} is rounded to {narrow}"
-        before = None if self.before is None else self.before[1][part.layer].get(part.channel)
-        if not _by_rows(part.channel):
-            return self._say_state(part, floor, found, before)
-        return self._say_rows(part, floor, found, right, before)
-
-    def _say_state(self, part: Part, floor: float, found: torch.Tensor, before: torch.Tensor | None) -> str:
-        if before is not None and _near(found, before, floor):
-            return "state unchanged by the accept"
-        if not found.any():
+        if before is not None and _near(mine, before, floor):
+            return f"{name} unchanged by the accept"
+        if _by_rows(part):
+            return self._say_rows(part, floor, mine, right, before)
+        if not mine.any():
             return "state is zero"
         error, node = self.nearest.get((part.layer, part.channel), (np.inf, -1))
         if error <= floor:
@@ -172,26 +164,21 @@ class Search:
             return f"{self.what} is not node {self.path[-1]}'s"
         return f"{self.what} is no node's, expected node {self.path[-1]}'s"
 
-    def _say_rows(self, part: Part, floor: float, found, right, before) -> str:
-        """Rows by the node they belong to; -1 is the last committed token, -2 the one before."""
+    def _say_rows(self, part: Part, floor: float, stored, right, before) -> str:
+        """Name rows by the node they belong to; -1 is the last committed token, -2 the one before."""
         name, rows = _word(part.channel), len(right)
-        if before is not None and found.shape == before.shape and _near(found, before, floor):
-            return f"{name} unchanged by the accept"
         known = {-1 - back: row for back, row in enumerate(reversed(before))} if before is not None else {}
         known |= self.rows.get((part.layer, part.channel), {})
         labels = [*range(-rows, 0), *self.path][-rows:]
-        got = [_label(*row, known, floor) for row in zip(found, right, labels, strict=True)]
-        wrong = [place for place, (label, have) in enumerate(zip(labels, got, strict=True)) if label != have]
-        if not wrong:
+        got = [_label(*row, known, floor) for row in zip(stored, right, labels, strict=True)]
+        first = next((place for place in range(rows) if labels[place] != got[place]), None)
+        if first is None:
             return f"{name}: rows of the right tokens, wrong in their numbers: {part.error:.2g}, floor {floor:.2g}"
-        first = min(wrong)
-        if "?" in got[first:] and part.channel == "keys" and not any(p.channel == "values" for p in self._beside(part)):
+        values = any((other.layer, other.channel) == (part.layer, "values") for other, _ in self.bad)
+        if "?" in got[first:] and part.channel == "keys" and not values:
             return f"{name}: rows of the right tokens at another position"
         shown = slice(max(first, rows - 8), None)
         return f"{name}: rows of {_owners(got[shown])}, expected {_owners(labels[shown])}"
-
-    def _beside(self, part: Part) -> Iterator[Part]:
-        return (other for other, _ in self.bad if other.layer == part.layer)
 
 
 def words(
@@ -206,8 +193,13 @@ def words(
     return tuple((part, floor, search.say(part, judged.near(part, floor))) for part, floor in bad)
 
 
-def _by_rows(channel: str) -> bool:
-    return channel.partition(".")[0] != "recurrent"
+def _tensor(contents: Contents | None, part: Part) -> torch.Tensor | None:
+    """Return what contents hold of a part; None for the position, or what is not there."""
+    return None if contents is None or part.layer < 0 else contents[1][part.layer].get(part.channel)
+
+
+def _by_rows(part: Part) -> bool:
+    return part.kind != "recurrent"
 
 
 def _word(channel: str) -> str:
@@ -220,17 +212,18 @@ def _near(a: torch.Tensor, b: torch.Tensor, floor: float) -> bool:
     return a.shape == b.shape and bool((a.double() - b.double()).abs().max() <= floor)
 
 
-def _rounded(found: torch.Tensor, right: torch.Tensor, floor: float) -> str | None:
+def _rounded(stored: torch.Tensor, right: torch.Tensor, floor: float) -> str | None:
+    """Return the narrower dtype that explains what was stored, or None."""
     for dtype in NARROW:
-        if right.dtype != dtype and torch.equal(found, found.to(dtype).to(found.dtype)) and found.any():
-            error = (found.double() - right.double()).abs() - torch.finfo(dtype).eps * right.double().abs()
+        if right.dtype != dtype and torch.equal(stored, stored.to(dtype).to(stored.dtype)) and stored.any():
+            error = (stored.double() - right.double()).abs() - torch.finfo(dtype).eps * right.double().abs()
             if error.max() <= floor and not torch.equal(right, right.to(dtype).to(right.dtype)):
                 return str(dtype).removeprefix("torch.")
     return None
 
 
 def _label(row, right, label: int, known: Mapping[int, torch.Tensor], floor: float) -> int | str:
-    """Whose row it is: the expected one where that fits (equal tokens can have equal rows), else the nearest."""
+    """Return whose row it is: the expected one where it fits (equal tokens can have equal rows), else the nearest."""
     if _near(row, right, floor):
         return label
     if not row.any():
@@ -241,14 +234,14 @@ def _label(row, right, label: int, known: Mapping[int, torch.Tensor], floor: flo
 
 
 def _owners(labels: Sequence[int | str]) -> str:
-    """Whose rows, in words: 'token -1 before the block, nodes 0 4, 1 unknown row'."""
+    """Name the owners of rows: 'token -1 before the block, nodes 0 4, 1 unknown row'."""
     kinds = {"?": "unknown row", "zero": "zero row"}
     parts = []
     for kind, group in groupby(labels, lambda label: kinds.get(label) or ("token" if label < 0 else "node")):
-        found = list(group)
-        names = f"{kind}{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
+        rows = list(group)
+        names = f"{kind}{'s' * (len(rows) > 1)} {' '.join(map(str, rows))}"
         place = " before the block" if kind == "token" else ""
-        parts.append(counted(len(found), kind) if kind in kinds.values() else f"{names}{place}")
+        parts.append(counted(len(rows), kind) if kind in kinds.values() else f"{names}{place}")
     return ", ".join(parts)
 
 
@@ -267,24 +260,14 @@ class Commit:
     verdicts: tuple[str, ...] = ()
 
     def to_json(self) -> dict:
-        steps = [] if self.after is None else zip(self.after.max_abs, self.floor, self.verdicts, strict=True)
-        return {
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "bad": [
-                {
-                    "layer": p.layer,
-                    "channel": p.channel,
-                    "error": json_number(p.error),
-                    "floor": json_number(floor),
-                    "says": says,
-                }
-                for p, floor, says in self.bad
-            ],
-            "steps": [
-                {"max_abs": json_number(error), "floor": json_number(floor), "verdict": v} for error, floor, v in steps
-            ],
-        }
+        bad, steps = [], []
+        for part, floor, says in self.bad:
+            numbers = {"error": json_number(part.error), "floor": json_number(floor)}
+            bad.append({"layer": part.layer, "channel": part.channel, **numbers, "says": says})
+        if self.after is not None:
+            for error, floor, verdict in zip(self.after.max_abs, self.floor, self.verdicts, strict=True):
+                steps.append({"max_abs": json_number(error), "floor": json_number(floor), "verdict": verdict})
+        return {"verdict": self.verdict, "reason": self.reason, "bad": bad, "steps": steps}
 
 
 @dataclass(frozen=True)
@@ -299,14 +282,8 @@ class Accept:
     expected: frozenset[str] = frozenset()  # modes whose wiring must leave a wrong state here
 
     def to_json(self) -> dict:
-        return {
-            "pattern": self.pattern,
-            "node": self.node,
-            "path": list(self.path),
-            "aside": self.aside,
-            "modes": {mode: found.to_json() for mode, found in self.modes.items()},
-            "expected": sorted(self.expected),
-        }
+        modes = {mode: commit.to_json() for mode, commit in self.modes.items()}
+        return vars(self) | {"path": list(self.path), "modes": modes, "expected": sorted(self.expected)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +311,7 @@ class Standard:
 
 
 class Judge:
-    """Judges what commits of `path` left. dtype: as `verdict.judged_as`. kept: the dtype that the engine says it keeps
+    """Judges what commits of `path` left. dtype: as `nodes.judged_as`. kept: the dtype that the engine says it keeps
     states in. Runs nothing.
 
     across: the standard is another engine's. Then a right commit may be as far off as any of its controls, or by
@@ -346,20 +323,19 @@ class Judge:
         across: bool = False, own: Mapping[str, Left] | None = None,
     ):  # fmt: skip
         self.path, self.standard, self.rule, self.dtype, self.kept = tuple(path), standard, rule, dtype, kept
-        self.wide, self.reference, self.across = getattr(torch, dtype), standard.reference, across
-        self.steps, self.steps_after = ([], None) if standard.steps is None else self._measure(standard.steps)
+        self.reference, self.across = standard.reference, across
+        self.steps, after = ([], None) if standard.steps is None else self._measure(standard.steps)
         self.problem = self._problem()
-        chains = {name: self._measure(found) for name, found in standard.chains.items()}
-        self.pooled = list(self.steps)
+        chains = [self._measure(left) for left in standard.chains.values()]
+        self.pooled, self.pooled_after = list(self.steps), [after]
         if across:
-            self.pooled += [part for parts, _ in chains.values() for part in parts]
-            self.pooled_after = [
-                found for _, found in ((None, self.steps_after), *chains.values()) if found is not None
-            ]
-            chains = {name: self._measure(found) for name, found in (own or {}).items()}
+            self.pooled += [part for parts, _ in chains for part in parts]
+            self.pooled_after += [after for _, after in chains]
+            chains = [self._measure(left) for left in (own or {}).values()]
+        self.pooled_after = [after.max_abs for after in self.pooled_after if after is not None]
         self.trusted = [
             (parts, after)
-            for parts, after in chains.values()
+            for parts, after in chains
             if not off(parts, self.chain_floors(parts)) and not self._late(after, self._chain_floor(after))
         ]
 
@@ -369,13 +345,14 @@ class Judge:
         return not self.pooled and not self.trusted and self.dtype not in EXACT
 
     def commit(
-        self, found: Left, *, own: bool = False, expected: bool = False, search: Callable | None = None
+        self, left: Left, *, own: bool = False, expected: bool = False, search: Callable | None = None
     ) -> Commit:
-        """own: by the engine's own pass along the chain, which never enters its own floor. expected: its wiring leaks
-        at this node, so nothing needs to be searched for. search(judge, found, bad): words for parts that are off."""
+        """Judge what a commit left. own: by the engine's own pass along the chain, which never enters its own floor.
+        expected: its wiring leaks at this node, so nothing needs to be searched for. search(judge, left, bad): words
+        for parts that are off."""
         if self.problem:
             return Commit("reference_unusable", self.problem)
-        parts, after = self._measure(found)
+        parts, after = self._measure(left)
         if own or not self.trusted:
             floors, floor = self.chain_floors(parts), self._chain_floor(after)
         else:
@@ -389,72 +366,69 @@ class Judge:
             return Commit("pass", None, (), after, floor, verdicts)
         if self.blind:
             return Commit("reference_unusable", "nothing was recorded that tells noise from a wrong state")
-        if expected:
-            said = tuple((part, floor, f"{_word(part.channel)}: {LEAKS}") for part, floor in bad)
+        if search and not expected:
+            words = search(self, left, bad)
         else:
-            said = (
-                search(self, found, bad) if search else tuple((part, floor, _word(part.channel)) for part, floor in bad)
-            )
-            if explained := self._explained(said, after):
-                return explained
-        return Commit("fail", _reason(said, late, after is not None), said, after, floor, verdicts)
+            why = f": {LEAKS}" if expected else ""
+            words = tuple((part, floor, _word(part.channel) + why) for part, floor in bad)
+        if not expected and (explained := self._explained(words, after)):
+            return explained
+        return Commit("fail", _reason(words, late, after is not None), words, after, floor, verdicts)
 
     def near(self, part: Part, floor: float) -> float:
-        """A part's own floor can be 0; whose state it is shows within what steps differ by from a prefill."""
-        known = {(p.layer, p.channel): p for p in self.steps}
+        """Return the floor within which a part shows whose state it is: its own can be 0, and steps differ by more from
+        a prefill."""
+        known = {(step.layer, step.channel): step for step in self.steps}
         return max(floor, *self.chain_floors([known.get((part.layer, part.channel), part)]))
 
-    def _explained(self, said, after: Differences | None) -> Commit | None:
-        """States no worse than the dtype that the engine says it keeps them in; None if there is more to it."""
+    def _explained(self, words, after: Differences | None) -> Commit | None:
+        """Pass states no worse than the dtype that the engine says it keeps them in; None if there is more to it."""
         kept = self.kept
-        if kept not in self.rule.rounding or not said or any(not w.endswith(f"is rounded to {kept}") for *_, w in said):
+        rounded = all(says.endswith(f"is rounded to {kept}") for *_, says in words)
+        if kept not in self.rule.rounding or not words or not rounded:
             return None
         floor = None if after is None else self.rule.rounding[kept] * after.std
         if self._late(after, floor):
             return None
-        reason = f"explained: {said[0][2]}, the dtype that the engine says it keeps states in"
-        return Commit("pass", reason, said, after, floor, () if after is None else judge(after, floor))
+        reason = f"explained: {words[0][2]}, the dtype that the engine says it keeps states in"
+        return Commit("pass", reason, words, after, floor, () if after is None else judge(after, floor))
 
     def chain_floors(self, parts: Sequence[Part]) -> list[float]:
+        """Return the floor of each part of a chain's commit."""
         floors = chain_floors(parts, self.pooled, self.rule, self.dtype)
-        if not self.across:
-            return floors
-        share = self.rule.across[self.dtype]
+        share = self.rule.across[self.dtype] if self.across else 0.0
         return [max(floor, share * part.size) for part, floor in zip(parts, floors, strict=True)]
 
     def _chain_floor(self, after: Differences | None) -> np.ndarray | None:
         if after is None:
             return None
         if not self.across:
-            controls = [] if self.steps_after is None else [self.steps_after.max_abs]
-            return self.rule.chain_floor(controls, after, self.dtype)
-        pooled = [np.full(len(after), np.max(found.max_abs)) for found in self.pooled_after]
+            return self.rule.chain_floor(self.pooled_after, after, self.dtype)
+        pooled = [np.full(len(after), np.max(errors)) for errors in self.pooled_after]
         return np.maximum(self.rule.floor(pooled, after.ulp), self.rule.across[self.dtype] * after.std)
 
     def _tree_floor(self, after: Differences | None) -> np.ndarray | None:
-        if after is None:
-            return None
         controls = [control.max_abs for _, control in self.trusted if control is not None]
-        if not controls:
+        if after is None or not controls:
             return self._chain_floor(after)
         floor = self.rule.floor(controls, after.ulp)
-        if self.dtype in EXACT:
-            floor = np.maximum(
-                floor, self._chain_floor(after) if self.across else self.rule.rounding[self.dtype] * after.std
-            )
-        return floor
+        if self.dtype not in EXACT:
+            return floor
+        return np.maximum(
+            floor, self._chain_floor(after) if self.across else self.rule.rounding[self.dtype] * after.std
+        )
 
     def _late(self, after: Differences | None, floor: np.ndarray | None) -> Sequence[int]:
         return () if after is None else beyond(judge(after, floor))
 
     def _measure(self, left: Left) -> tuple[list[Part], Differences | None]:
-        parts = compare_contents(self.reference.contents, left.contents, self.wide)
+        parts = compare_contents(self.reference.contents, left.contents, getattr(torch, self.dtype))
         if left.rows is None or self.reference.rows is None:
             return parts, None
         return parts, measure(self.reference.rows, left.rows)
 
     def _problem(self) -> str | None:
-        """Why plain decoding and a prefill of the same text cannot serve as reference, or None."""
+        """Return why plain decoding and a prefill of the same text cannot serve as reference, or None."""
         sized = [part for part in self.steps if part.size]
         if self.steps and self.steps[0].error:
             return "plain decoding and a prefill of the same text end at different positions"
@@ -469,18 +443,18 @@ class Judge:
         return f"plain decoding leaves other states than a prefill of the same text: {what} {ratio:.3g}"
 
 
-def _reason(said: Sequence[tuple[Part, float, str]], late: Sequence[int], stepped: bool = True) -> str:
-    """What is off first in each channel, in how many layers, and what it did to the steps that follow."""
+def _reason(words: Sequence[tuple[Part, float, str]], late: Sequence[int], stepped: bool = True) -> str:
+    """Say what is off first in each channel, in how many layers, and what it did to the steps that follow."""
     first: dict[str, str] = {}
-    for part, _, says in said:
+    for part, _, says in words:
         # Keys and values are gathered by one index: one of them says it all.
-        kind = "keys" if part.channel == "values" else part.channel.partition(".")[0]
+        kind = "keys" if part.channel == "values" else part.kind
         first.setdefault(kind, says if part.channel == POSITION else f"layer {part.layer}: {says}")
-    layers = {part.layer for part, _, _ in said if part.channel != POSITION}
-    words = list(first.values()) or ["what is stored is right"]
-    words += [f"{len(layers)} layers off"] if len(layers) > 1 else []
+    layers = {part.layer for part, *_ in words if part.channel != POSITION}
+    texts = list(first.values()) or ["what is stored is right"]
+    texts += [f"{len(layers)} layers off"] if len(layers) > 1 else []
     if stepped:
-        words.append(
+        texts.append(
             f"logits off from step {late[0] + 1} after the accept" if late else "logits of the next steps kept"
         )
-    return "; ".join(words)
+    return "; ".join(texts)

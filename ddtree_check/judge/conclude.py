@@ -29,7 +29,7 @@ def conclude(
     cases: Sequence[dict[str, ModeResult]], leaks: Sequence[Leak], rule: Rule, dtype: str, required, commits=(),
     reactions=(), above: Systematic | None = None, recurrent: bool = False,
 ) -> Verdict:  # fmt: skip
-    """From all cases to one verdict and exit code, decided by the `required` modes.
+    """Reduce all cases to one verdict and exit code, decided by the `required` modes.
 
     commits: what was found of each forced accept, with `modes` (verdict and reason of each), `path`, and `expected`,
     the modes whose wiring must leave a wrong state there. reactions: a `sensitivity.Reaction` for each kind of state.
@@ -49,18 +49,17 @@ def conclude(
         if case[CONTROL].verdict in ("fail", "insensitive", "pass")
     ]
     near = sum(len(leak.near) for leak in judged)
-    moved = near - sum(len(leak.still) for leak in judged)
+    moved, needed = near - sum(len(leak.still) for leak in judged), rule.near_share[dtype]
     if near:
-        needed = rule.near_share[dtype]
         verdict.sensitive = moved >= needed * near
-        if not verdict.sensitive:
-            if CONTROL not in required or modes[CONTROL] != "fail":  # what is required and was seen to leak has failed
-                modes[CONTROL] = "insensitive"
-            verdict.add(
-                INCONCLUSIVE,
-                f"insensitive: {moved} of {counted(near, 'contaminated node')} near a skip edge moved, expected "
-                f"{needed:.0%}; this model or this input does not show a leak, so a pass says little",
-            )
+    if verdict.sensitive is False:
+        if CONTROL not in required or modes[CONTROL] != "fail":  # what is required and was seen to leak has failed
+            modes[CONTROL] = "insensitive"
+        verdict.add(
+            INCONCLUSIVE,
+            f"insensitive: {moved} of {counted(near, 'contaminated node')} near a skip edge moved, expected "
+            f"{needed:.0%}; this model or this input does not show a leak, so a pass says little",
+        )
     for calm in (reaction for reaction in reactions if not reaction.reacts):
         verdict.sensitive = False
         verdict.add(INCONCLUSIVE, str(calm))
@@ -82,24 +81,19 @@ def conclude(
             pooled = above if mode == "tree_forked" else None
             why = next((case[mode].reason for case in cases if case[mode].verdict == modes[mode]), pooled)
             verdict.add(ExitCode.of(modes[mode]), f"{mode}: {modes[mode]}" + (f" ({why})" if why else ""))
+    states = [commit for commit in commits if getattr(commit, "pattern", "") == "state"]
+    paths = [commit for commit in commits if getattr(commit, "pattern", "") != "state"]
     for mode in required:
-        # A pass that is known to be wrong cannot leave a right state.
-        wrong = (
-            [c for c in commits if mode in c.modes and c.modes[mode].verdict != "pass"]
-            if modes[mode] != "known_failure"
-            else []
-        )
-        for what, of, kind in (("commit after", "accepted paths", False), ("states of", "recorded nodes", True)):
-            own = [commit for commit in wrong if (getattr(commit, "pattern", "") == "state") == kind]
-            if not own:
+        for what, of, group in (("commit after", "accepted paths", paths), ("states of", "recorded nodes", states)):
+            wrong = [commit for commit in group if mode in commit.modes and commit.modes[mode].verdict != "pass"]
+            if not wrong or modes[mode] == "known_failure":  # a pass that is known to be wrong leaves no right state
                 continue
-            count = sum((getattr(commit, "pattern", "") == "state") == kind for commit in commits)
-            worst = min(own, key=lambda commit: MODE_VERDICTS.index(commit.modes[mode].verdict))
-            found = worst.modes[mode]
+            worst = min(wrong, key=lambda commit: MODE_VERDICTS.index(commit.modes[mode].verdict))
+            result = worst.modes[mode]
             verdict.add(
-                ExitCode.of(found.verdict),
-                f"{what} {mode}: {found.verdict} for {len(own)} of {count} {of} "
-                f"(path {'-'.join(map(str, worst.path))}: {found.reason})",
+                ExitCode.of(result.verdict),
+                f"{what} {mode}: {result.verdict} for {len(wrong)} of {len(group)} {of} "
+                f"(path {'-'.join(map(str, worst.path))}: {result.reason})",
             )
     stray = [
         c for c in commits if CONTROL in c.modes and c.modes[CONTROL].verdict == "fail" and CONTROL not in c.expected

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..base.files import json_number, json_values, now
-from ..model.wiring import Attention, Conv, Layer, State
+from ..base.files import json_number, json_values, record_head
+from ..model.wiring import Attention, Conv, Layer, State, reads
 from ..tree.paths import leaves_first_branch
 from . import figures
 from .case import Outcome
@@ -21,48 +22,36 @@ OUTLIER = 10  # times the error of linear and forked, at the median node, before
 
 
 def make_record(
-    outcomes: Sequence[Outcome],
-    layers: Sequence[Layer],
-    settings,
-    environment: dict,
-    model: dict,
+    outcomes: Sequence[Outcome], layers: Sequence[Layer], settings, environment: dict, model: dict,
     reactions: Sequence[Reaction] = (),
-) -> dict:
-    """The record of a run: settings, environment and model as given, the cases, and one verdict."""
-    dtype = judged_as(environment)
-    above = systematic(map(_pooled, outcomes), settings.rule, dtype)
+) -> dict:  # fmt: skip
+    """Return the record of a run: settings, environment and model as given, the cases, and one verdict."""
+    dtype, rule = judged_as(environment), settings.rule
+    above = systematic(map(_pooled, outcomes), rule, dtype)
+    accepts = [accept for outcome in outcomes for accept in outcome.accepts or ()]
     verdict = conclude(
-        [outcome.results for outcome in outcomes],
-        [outcome.leak for outcome in outcomes],
-        settings.rule,
-        dtype,
-        settings.require,
-        [accept for outcome in outcomes for accept in outcome.accepts or ()],
-        reactions,
-        above,
-        recurrent=any(isinstance(op, State | Conv) for layer in layers for branch in layer.branches for op in branch),
-    )
-    cases = [_case_json(outcome) for outcome in outcomes]
-    record = {
-        "schema": SCHEMA,
-        "created": now(),
-        "environment": environment,
+        [outcome.results for outcome in outcomes], [outcome.leak for outcome in outcomes], rule, dtype,
+        settings.require, accepts, reactions, above, recurrent=reads(layers, State, Conv),
+    )  # fmt: skip
+    controls = {
+        name: _largest(np.max(each.controls[name]) for each in outcomes if name in each.controls)
+        for name in ("forward", "pad", "chain")
+    }
+    record = record_head(SCHEMA, environment) | {
         "model": model | {"layers_by_kind": _layer_kinds(layers)},
         "settings": settings.to_json(),
         "floor": {
             "rule": "max_abs > factor * max(controls) + ulps * ulp(dtype at the row's max |logit|)",
-            "factor": settings.rule.factor,
-            "ulps": settings.rule.ulps,
+            "factor": rule.factor,
+            "ulps": rule.ulps,
             "controls": {
-                name: json_number(max(float(np.max(o.controls[name])) for o in outcomes if name in o.controls))
-                for name in ("forward", "pad", "chain")
-                if any(name in outcome.controls for outcome in outcomes)
+                name: error for name, error in controls.items() if any(name in outcome.controls for outcome in outcomes)
             },
             "library_unforked": _largest(outcome.library_unforked for outcome in outcomes),
             "batched_against_strict": _largest(outcome.batched for outcome in outcomes),
             "systematic": above and above.to_json(),
         },
-        "cases": cases,
+        "cases": [_case_json(outcome) for outcome in outcomes],
         "oracle": _oracle(outcomes),
         "leakage": _leakage(outcomes),
         "coverage": _coverage(layers, outcomes),
@@ -73,16 +62,11 @@ def make_record(
 
 
 def _pooled(outcome: Outcome) -> tuple:
-    """A case as `systematic` takes it: only a linear that passed is a control, and only what was judged has any."""
+    """Return a case as `systematic` takes it: only a linear that passed is a control, and only of what was judged."""
     trusted = ("pad", "chain") if outcome.results["linear"].verdict == "pass" else ("chain",)
-    controls = [outcome.controls[name] for name in trusted if name in outcome.controls]
     judged = outcome.results["tree_forked"].verdicts
-    return (
-        outcome.case.prompt_tokens,
-        outcome.case.tree,
-        outcome.differences.get("tree_forked"),
-        controls if judged else [],
-    )
+    controls = [outcome.controls[name] for name in trusted if judged and name in outcome.controls]
+    return outcome.case.prompt_tokens, outcome.case.tree, outcome.differences.get("tree_forked"), controls
 
 
 def _case_json(outcome: Outcome) -> dict:
@@ -121,29 +105,30 @@ def _case_json(outcome: Outcome) -> dict:
         },
         "exact": outcome.bits and outcome.bits.to_json(),
         "commit": None if outcome.accepts is None else [accept.to_json() for accept in outcome.accepts],
-        "attribution": {mode: found.to_json() for mode, found in outcome.attribution.items()},
+        "attribution": {mode: finding.to_json() for mode, finding in outcome.attribution.items()},
     }
 
 
 def _oracle(outcomes: Sequence[Outcome]) -> dict | None:
-    """Median and largest absolute error of ar and each mode over all nodes, and whether ar is the outlier."""
+    """Return median and largest absolute error of ar and each mode over all nodes, and whether ar is the outlier."""
     if not outcomes[0].exact:
         return None
     names = [mode for mode in outcomes[0].exact if all(mode in outcome.exact for outcome in outcomes)]
     errors = {mode: np.concatenate([outcome.exact[mode] for outcome in outcomes]) for mode in names}
-    found = {
+    figures = {
         mode: {"median_abs": json_number(np.median(error)), "max_abs": json_number(np.max(error))}
         for mode, error in errors.items()
     }
-    if not {"linear", "tree_forked"} <= errors.keys():
-        return {**found, "ar_is_the_outlier": False}
-    others = np.maximum(errors["linear"], errors["tree_forked"])
-    # Two runs that agree with the oracle and not with ar: then ar is what is off, not they.
-    return {**found, "ar_is_the_outlier": bool(np.median(errors["ar"]) > OUTLIER * np.median(others))}
+    outlier = False
+    if {"linear", "tree_forked"} <= errors.keys():
+        others = np.maximum(errors["linear"], errors["tree_forked"])
+        # Two runs that agree with the oracle and not with ar: then ar is what is off, not they.
+        outlier = bool(np.median(errors["ar"]) > OUTLIER * np.median(others))
+    return {**figures, "ar_is_the_outlier": outlier}
 
 
 def _leakage(outcomes: Sequence[Outcome]) -> dict:
-    """The headline: what not forking did, over the cases in which it was run. `rounds` 0: it was run in none."""
+    """Return the headline: what not forking did, over the cases in which it was run (`rounds`)."""
     dirty = sum(len(outcome.leak.contaminated) for outcome in outcomes)
     run = [outcome for outcome in outcomes if CONTROL in outcome.differences]
     kl = [outcome.differences[CONTROL].kl[sorted(outcome.leak.contaminated)] for outcome in run if dirty]
@@ -160,7 +145,7 @@ def _leakage(outcomes: Sequence[Outcome]) -> dict:
 
 
 def _coverage(layers: Sequence[Layer], outcomes: Sequence[Outcome]) -> dict:
-    """What the run exercised; a fault in what it did not exercise would not have been seen."""
+    """Return what the run exercised; a fault in what it did not exercise would not have been seen."""
     trees = [outcome.case.tree for outcome in outcomes]
     paths = [outcome.acceptance["ar"]["path"] for outcome in outcomes]
     side = sum(map(leaves_first_branch, trees, paths))
@@ -180,19 +165,14 @@ def _coverage(layers: Sequence[Layer], outcomes: Sequence[Outcome]) -> dict:
     }
 
 
-def _layer_kinds(layers) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for layer in layers:
-        for branch in layer.branches:
-            for op in branch:
-                name = {Conv: "conv", Attention: "attention"}.get(type(op)) or (
-                    op.kind if isinstance(op, State) else ""
-                )
-                found[name] = found.get(name, 0) + 1
-    return found
+def _layer_kinds(layers: Sequence[Layer]) -> dict[str, int]:
+    """Return how many operations of each kind the layers have."""
+    ops = [op for layer in layers for branch in layer.branches for op in branch]
+    names = {Conv: "conv", Attention: "attention"}
+    return dict(Counter(names.get(type(op)) or (op.kind if isinstance(op, State) else "") for op in ops))
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    """The largest of what was measured; None if nothing was."""
-    found = [value for value in values if value is not None]
-    return json_number(max(found)) if found else None
+    """Return the largest of what was measured, or None if nothing was."""
+    largest = max((float(value) for value in values if value is not None), default=None)
+    return None if largest is None else json_number(largest)

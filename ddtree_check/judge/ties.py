@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from ..base.words import counted
 from ..tree.draft_tree import DraftTree
 from .differences import Differences
-from .nodes import MODES, ModeResult
+from .nodes import ModeResult
 
 MOST = 16  # ids of one tie that are listed
 
@@ -32,11 +32,11 @@ class Ties:
     absent: dict[str, int] = field(default_factory=dict)
 
     def judge(self, mode: str, result: ModeResult) -> ModeResult:
-        """A mode's result with what its own choices add: a token that its logits do not put first is no tie."""
+        """Return a mode's result with what its own choices add: a token that its logits do not put first is no tie."""
         if mode in self.absent and result.verdict == "fail":
             first = self.absent[mode]
-            says = f"ids from {first} on are left out (-inf) in one run alone, as padding of a vocabulary is"
-            result = replace(result, reason=f"{result.reason}; {says}: give --vocab-size {first} to compare the others")
+            why = f"ids from {first} on are left out (-inf) in one run alone, as padding of a vocabulary is"
+            result = replace(result, reason=f"{result.reason}; {why}: give --vocab-size {first} to compare the others")
         wrong = self.misread.get(mode)
         if not wrong or result.verdict not in ("pass", "fail"):
             return result
@@ -50,8 +50,8 @@ class Ties:
         return {
             "equal": {str(node): list(ids) for node, ids in self.equal.items()},
             "rules": {
-                mode: [{"node": node, "ar": ours, "mode": theirs} for node, (ours, theirs) in found.items()]
-                for mode, found in self.rules.items()
+                mode: [{"node": node, "ar": ours, "mode": theirs} for node, (ours, theirs) in nodes.items()]
+                for mode, nodes in self.rules.items()
             },
         }
 
@@ -64,30 +64,16 @@ class TieTrack:
 
     def __init__(self, engine, tree: DraftTree, reference: torch.Tensor):
         self.engine, self.tree, self.reference = engine, tree, reference
-        self._equal: dict[int, tuple[int, ...]] = {}
-        self._rules: dict[str, dict[int, tuple[int, int]]] = {}
-        self._misread: dict[str, dict[int, tuple[int, int]]] = {}
-        self._absent: dict[str, int] = {}
+        self.ties = Ties()
         self.choices: dict[str, np.ndarray] = {}
         best = reference.amax(-1, keepdim=True)
         for node in torch.nonzero((reference == best).sum(-1) > 1).flatten().tolist():
             ids = torch.nonzero(reference[node] == best[node]).flatten().tolist()
-            self._equal[node] = tuple(ids[:MOST])
-        self._see("ar", range(len(tree)), reference)
+            self.ties.equal[node] = tuple(ids[:MOST])
+        self.see("ar", range(len(tree)), reference)
 
-    def sink(self, mode: str, also: Callable | None = None) -> Callable | None:
-        """A function (nodes, logits) for a mode's rows, which calls `also` too."""
-        if mode not in MODES:
-            return also
-
-        def see(nodes, logits):
-            self._see(mode, nodes, logits)
-            if also:
-                also(nodes, logits)
-
-        return see
-
-    def _see(self, mode: str, nodes: Sequence[int], logits: torch.Tensor) -> None:
+    def see(self, mode: str, nodes: Sequence[int], logits: torch.Tensor) -> None:
+        """Take in rows of ar or a mode: logits [len(nodes), vocabulary]."""
         nodes = list(nodes)
         if mode != "ar":
             self._padding(mode, self.reference[nodes], logits)
@@ -98,14 +84,14 @@ class TieTrack:
         for node, row, token in zip(nodes, logits, chosen, strict=True):
             taken[node] = token = int(token)
             if row[token] != row.max():
-                self._misread.setdefault(mode, {})[node] = (token, int(row.argmax()))
+                self.ties.misread.setdefault(mode, {})[node] = (token, int(row.argmax()))
             elif mode != "ar":
                 ours, reference = int(self.choices["ar"][node]), self.reference[node]
                 if ours != token and row[ours] == row[token] and reference[ours] == reference[token]:
-                    self._rules.setdefault(mode, {})[node] = (ours, token)
+                    self.ties.rules.setdefault(mode, {})[node] = (ours, token)
 
     def _padding(self, mode: str, reference: torch.Tensor, logits: torch.Tensor) -> None:
-        """Tail columns that are -inf in exactly one of the two."""
+        """Note tail columns that are -inf in exactly one of the two."""
         if (
             reference.shape != logits.shape
             or not ((reference[:, -1] == -torch.inf) ^ (logits[:, -1] == -torch.inf)).all()
@@ -114,13 +100,10 @@ class TieTrack:
         alone = ((reference == -torch.inf) ^ (logits == -torch.inf)).all(0)
         first = len(alone) - int(alone.flip(0).int().cumprod(0).sum())
         if first < len(alone) and not alone[:first].any():
-            self._absent[mode] = first
+            self.ties.absent[mode] = first
 
-    def choose(self, mode: str, found: Differences) -> Differences:
+    def choose(self, mode: str, differences: Differences) -> Differences:
         """Return the differences with the tokens that the engine took of the mode's rows and of ar's, if it says so."""
         if mode not in self.choices:
-            return found
-        return replace(found, argmax=self.choices["ar"], run_argmax=self.choices[mode])
-
-    def finish(self) -> Ties:
-        return Ties(self._equal, self._rules, self._misread, self._absent)
+            return differences
+        return replace(differences, argmax=self.choices["ar"], run_argmax=self.choices[mode])

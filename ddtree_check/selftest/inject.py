@@ -7,8 +7,10 @@ after the fact unless a seam of the engine hands it over. The self-test, the cal
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -48,13 +50,9 @@ class Faulty(Around):
         self.__dict__.update(claims)
 
     def verify(self, prefix, tree, wiring):
-        real = self._wirings.get(wiring, wiring)
-        if self._around is None:
-            verified = self._engine.verify(prefix, tree, real)
-        else:
-            engine = self._engine.fresh
-            with self._around(engine, tree, real):
-                verified = engine.verify(prefix, tree, real)
+        real, engine = self._wirings.get(wiring, wiring), self._engine if self._around is None else self._engine.fresh
+        with self._around(engine, tree, real) if self._around else contextlib.nullcontext():
+            verified = engine.verify(prefix, tree, real)
         if wiring is None and self._linear:
             verified = replace(verified, logits=self._linear(verified.logits))
         if self._logits:
@@ -110,7 +108,7 @@ class Remembered(Around):
 
     @contextlib.contextmanager
     def watch(self, layers):
-        """As the engine's own; passes are made again, because a remembered one runs no layer."""
+        """Watch the engine's own passes; they are made again, because a remembered one runs no layer."""
         self._off += 1
         try:
             with self.fresh.watch(layers) as seen:
@@ -134,7 +132,7 @@ class Remembered(Around):
 
 
 def moved_edge(channel: str, node: int, source: int) -> Wiring:
-    """The right wiring but for one node of a branching tree, which continues, sees, or stands at, something else."""
+    """Return the right wiring but for one node of a branching tree, which continues, sees, or stands at, another."""
 
     def rule(tree):
         moves = not tree.is_chain and len(tree) > node
@@ -144,7 +142,7 @@ def moved_edge(channel: str, node: int, source: int) -> Wiring:
 
 
 def dropped(*channels: str) -> Wiring:
-    """What the committed text left in these channels, state or conv, is read as zeros."""
+    """Return a wiring that reads zeros for what the committed text left in these channels, state or conv."""
     return Wiring("dropped", **{channel: lambda tree: (BLANK, *tree.parents[1:]) for channel in channels})
 
 
@@ -160,7 +158,7 @@ def running_state(tree: DraftTree) -> tuple[int, ...]:
 
 
 def keeps(source: Callable, *channels: str, tree_only: bool = False, share: float = 1.0) -> Callable:
-    """A commit whose `channels` hold what `source(engine, verified, node)`, a Prefix, holds; the rest is right.
+    """Return a commit whose `channels` hold what `source(engine, verified, node)`, a Prefix, holds; the rest is right.
 
     tree_only: the engine's own pass along a chain is left alone. share: of the wrong contents, the rest right ones.
     """
@@ -174,7 +172,8 @@ def keeps(source: Callable, *channels: str, tree_only: bool = False, share: floa
 
 
 def mixed(engine, right, other, channels: Sequence[str], share: float = 1.0, layer: int | None = None):
-    """`right` with `share` of some channels of `other`, Prefixes of the transformers engine; in one layer or in all."""
+    """Return `right` with `share` of some channels of `other`, Prefixes of the transformers engine; in one layer or in
+    all."""
     cache = engine.caches.fork(right.cache)
 
     def blend(mine, theirs):
@@ -185,26 +184,25 @@ def mixed(engine, right, other, channels: Sequence[str], share: float = 1.0, lay
             continue
         for channel, name in (("recurrent", "recurrent_states"), ("conv", "conv_states")):
             if channel in channels and hasattr(theirs, name):
-                held = getattr(mine, name)
-                found = {number: blend(held[number], x) for number, x in getattr(theirs, name).items()}
-                setattr(mine, name, found)
+                right_states, others = getattr(mine, name), getattr(theirs, name)
+                setattr(mine, name, {number: blend(right_states[number], x) for number, x in others.items()})
         if "keys" in channels and getattr(theirs, "keys", None) is not None:
             mine.keys, mine.values = blend(mine.keys, theirs.keys), blend(mine.values, theirs.values)
     return replace(right, cache=cache)
 
 
 def before(engine, verified, node):
-    """The commit never happened."""
+    """Store what stood before: the commit never happened."""
     return verified.prefix
 
 
 def block_end(engine, verified, node):
-    """The state after the last row of the block, however few of its rows were accepted."""
+    """Store the state after the last row of the block, however few of its rows were accepted."""
     return engine.commit(verified, len(verified.tree) - 1)
 
 
 def stale_slots(engine) -> Faulty:
-    """Every commit is right, but a plain step after it reads the recurrent slots from before the accept."""
+    """Return an engine whose commits are right, but a plain step after one reads the recurrent slots of before."""
     slots = {}
 
     def commit(_, verified, node, right):
@@ -221,7 +219,7 @@ def stale_slots(engine) -> Faulty:
 
 
 def wired(**channels):
-    """What another wiring of the commit would have stored, such as commit='flat': rows by depth, not by node."""
+    """Return what stores as another wiring of the commit would, such as commit='flat': rows by depth, not by node."""
 
     def source(engine, verified, node):
         if verified.plan is None:
@@ -234,7 +232,7 @@ def wired(**channels):
 
 
 def replayed_without_keys(engine, verified, node):
-    """The accepted tokens run again to rebuild the states, behind an attention cache that is empty."""
+    """Run the accepted tokens again to rebuild the states, behind an attention cache that is empty."""
     cache = engine.caches.fork(verified.prefix.cache)
     for layer in cache.layers:
         if getattr(layer, "keys", None) is not None:
@@ -246,7 +244,7 @@ def replayed_without_keys(engine, verified, node):
 
 
 def rounded(engine, verified, node):
-    """States stored in bf16."""
+    """Store states in bf16."""
     right = engine.commit(verified, node)
     cache = engine.caches.fork(right.cache)
     for layer in cache.layers:
@@ -259,7 +257,8 @@ def rounded(engine, verified, node):
 
 
 def captured(engine, *channels: str, share: float = 1.0) -> Faulty:
-    """Tree passes of as many rows read these `channels` (of a wiring) as the first one did; chains are not captured.
+    """Return an engine whose tree passes of as many rows read these `channels` (of a wiring) as the first one did;
+    chains are not captured.
 
     slots: in place of a wiring's channel, the states and windows that the first pass started from.
     """
@@ -271,7 +270,7 @@ def captured(engine, *channels: str, share: float = 1.0) -> Faulty:
         theirs, plan = first.setdefault(len(tree), (prefix, FORKED.plan(tree)))
         if "slots" in channels:
             prefix = mixed(engine, prefix, theirs, ("recurrent", "conv"), share)
-        stale = {name: _constant(getattr(plan, name)) for name in channels if name != "slots"}
+        stale = {name: lambda tree, name=name: getattr(plan, name) for name in channels if name != "slots"}
         if plan.tree == tree or not stale:
             return engine.verify(prefix, tree, FORKED)
         if share == 1:
@@ -282,49 +281,33 @@ def captured(engine, *channels: str, share: float = 1.0) -> Faulty:
     return Faulty(engine, verify=verify)
 
 
-def _constant(indices) -> Callable:
-    return lambda tree: indices
-
-
 # What runs inside a pass
 
 
-def altered(kind: str, change: Callable, *, own: bool = True, layer: int | None = None) -> Callable:
-    """A context for `Faulty.around`: recurrent functions that the adapter `kind` stands in for are called through
-    `change(function, arguments, keywords)`, in tree passes and, with `own`, in the library's own pass.
+def altered(kind: str, change: Callable) -> Callable:
+    """Return a context for `Faulty.around`: recurrent functions that the adapter `kind` stands in for run as
+    `change(function, arguments, keywords)`, in tree passes and in the library's own pass."""
 
-    layer: only in this one, which is known in tree passes alone.
-    """
+    def through(function: Callable) -> Callable:
+        return lambda *args, **kwargs: change(function, args, kwargs)
 
     @contextlib.contextmanager
     def around(engine, tree, wiring):
         with contextlib.ExitStack() as undo:
             adapter = ADAPTERS[kind]
-
-            def stand_in(swap, *args, **kwargs):
-                if layer is not None and swap.layer != layer:
-                    return adapter(swap, *args, **kwargs)
-                return change(lambda *a, **k: adapter(swap, *a, **k), args, kwargs)
-
-            undo.callback(ADAPTERS.__setitem__, kind, adapter)
-            ADAPTERS[kind] = stand_in
-            for name, stands_for in engine.family.calls.items() if own else ():
+            stand_in = {kind: lambda swap, *args, **kwargs: change(partial(adapter, swap), args, kwargs)}
+            undo.enter_context(patch.dict(ADAPTERS, stand_in))
+            for name, stands_for in engine.family.calls.items():
                 if stands_for == kind:
                     place, attribute = engine._place(name)
-                    original = getattr(place, attribute)
-                    undo.callback(setattr, place, attribute, original)
-                    setattr(place, attribute, _through(change, original))
+                    undo.enter_context(patch.object(place, attribute, through(getattr(place, attribute))))
             yield
 
     return around
 
 
-def _through(change: Callable, original: Callable) -> Callable:
-    return lambda *args, **kwargs: change(original, args, kwargs)
-
-
 def gate_of_first_row(*names: str, share: float = 1.0) -> Callable:
-    """For `altered`: these keyword arguments, [1, n, ...], are the first row's for every row."""
+    """Return a change for `altered`: these keyword arguments, [1, n, ...], are the first row's for every row."""
 
     def change(function, args, kwargs):
         first = {name: kwargs[name][:, :1].expand_as(kwargs[name]) for name in names}
@@ -334,7 +317,7 @@ def gate_of_first_row(*names: str, share: float = 1.0) -> Callable:
 
 
 def blended(wrong: Wiring, share: float = 1.0, *, layer: int | None = None, everywhere: bool = False) -> Callable:
-    """A context for `Faulty.around`: a share of what the wiring `wrong` would give, the rest as the pass is wired.
+    """Return a context for `Faulty.around`: a share of what the wiring `wrong` gives, the rest as the pass is wired.
 
     State and conv: recurrent functions run under both wirings and their outputs are mixed, in one layer or in all.
     Mask: a row that only one of the two sees gets that share of its attention weight. Positions cannot be mixed.
@@ -348,14 +331,11 @@ def blended(wrong: Wiring, share: float = 1.0, *, layer: int | None = None, ever
         if wiring is None or (wiring is not FORKED and not everywhere):
             yield
             return
-        plan = wrong.plan(tree)
-        with contextlib.ExitStack() as undo:
-            for kind in {kind for kind in engine.family.calls.values() if not kind.endswith(("_update", "_only"))}:
-                undo.callback(ADAPTERS.__setitem__, kind, ADAPTERS[kind])
-                ADAPTERS[kind] = _both(ADAPTERS[kind], plan, share, layer)
-            if wrong.mask != "tree":
-                undo.callback(engine.__dict__.pop, "_mask")
-                engine._mask = _partly_seen(engine, plan, share)
+        plan, calls = wrong.plan(tree), engine.family.calls.values()
+        scans = {kind for kind in calls if not kind.endswith(("_update", "_only"))}
+        adapters = {kind: _both(ADAPTERS[kind], plan, share, layer) for kind in scans}
+        seen = patch.object(engine, "_mask", _partly_seen(engine, plan, share))
+        with patch.dict(ADAPTERS, adapters), seen if wrong.mask != "tree" else contextlib.nullcontext():
             yield
 
     return around
@@ -386,43 +366,47 @@ def _partly_seen(engine, wrong, share: float) -> Callable:
         seen = [(mask if mask.dtype == torch.bool else mask == 0).to(engine.dtype) for mask in (right, other)]
         return torch.lerp(*seen, share).log().clamp_min(torch.finfo(engine.dtype).min)
 
-    return lambda plan, prefix: blend(*(type(engine)._mask(engine, held, prefix) for held in (plan, wrong)))
+    return lambda plan, prefix: blend(*(type(engine)._mask(engine, each, prefix) for each in (plan, wrong)))
 
 
-def hooked(find: Callable, hook: Callable, *, modes: Sequence[Wiring | None] = (FORKED,)) -> Callable:
-    """A context for `Faulty.around`: in passes of these modes over more than one row, `hook(module, args, output)` may
-    replace the output of every module for which `find(name, module)` is true. Raises Unsupported if there is none."""
+def hooked(find: Callable, hook: Callable, *, modes: Sequence[Wiring | None] | None = (FORKED,)) -> Callable:
+    """Return a context for `Faulty.around`: in passes of these modes (None: of all) over more than one row,
+    `hook(module, args, output)` may replace the output of every module for which `find(name, module)` is true. Raises
+    Unsupported if there is none."""
 
     @contextlib.contextmanager
     def around(engine, tree, wiring):
-        found = [module for name, module in engine.model.named_modules() if find(name, module)]
-        if not found:
+        modules = [module for name, module in engine.model.named_modules() if find(name, module)]
+        if not modules:
             raise Unsupported("hooked: the model has no such module")
         with contextlib.ExitStack() as undo:
-            for module in found if wiring in modes and len(tree) > 1 else ():
+            for module in modules if (modes is None or wiring in modes) and len(tree) > 1 else ():
                 undo.callback(module.register_forward_hook(hook).remove)
             yield
 
     return around
 
 
-def other_order(engine, tree=None, wiring=None) -> contextlib.AbstractContextManager:
-    """A context for `Faulty.around`: every product of more than one row is summed in two halves, in either mode."""
+def _is_linear(name: str, module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear)
 
-    def halves(module, args, output):
-        (x,), half = args, args[0].shape[-1] // 2
-        if x.shape[-2] < 2:
-            return output
-        wide = torch.promote_types(x.dtype, torch.float32)  # as kernels sum, and rounded once
-        x, weight, bias = (None if part is None else part.to(wide) for part in (x, module.weight, module.bias))
-        parts = F.linear(x[..., :half], weight[:, :half]), F.linear(x[..., half:], weight[:, half:], bias)
-        return sum(parts).to(output.dtype)
 
-    return _linear_hooks(engine, halves)
+def _halves(module, args, output):
+    (x,), half = args, args[0].shape[-1] // 2
+    if x.shape[-2] < 2:
+        return output
+    wide = torch.promote_types(x.dtype, torch.float32)  # as kernels sum, and rounded once
+    x, weight, bias = (None if part is None else part.to(wide) for part in (x, module.weight, module.bias))
+    parts = F.linear(x[..., :half], weight[:, :half]), F.linear(x[..., half:], weight[:, half:], bias)
+    return sum(parts).to(output.dtype)
+
+
+# A context for `Faulty.around`: every product of more than one row is summed in two halves, in every mode.
+other_order = hooked(_is_linear, _halves, modes=None)
 
 
 def noisy(size: float, *, modes: Sequence[Wiring | None] | None = None) -> Callable:
-    """A context for `Faulty.around`: every product of more than one row gets noise, `size` of each row's rms.
+    """Return a context for `Faulty.around`: every product of more than one row gets noise, `size` of each row's rms.
 
     modes: only in these; None for all.
     """
@@ -435,49 +419,32 @@ def noisy(size: float, *, modes: Sequence[Wiring | None] | None = None) -> Calla
         extra = torch.randn(output.shape, generator=draw, device=output.device)
         return (output.float() + size * rms * extra).to(output.dtype)
 
-    def around(engine, tree, wiring):
-        if modes is not None and wiring not in modes:
-            return contextlib.nullcontext()
-        return _linear_hooks(engine, noise)
-
-    return around
+    return hooked(_is_linear, noise, modes=modes)
 
 
 def branching(around: Callable) -> Callable:
-    """The same context, for trees that branch alone: chains, the controls among them, stay right."""
+    """Return the same context, for trees that branch alone: chains, the controls among them, stay right."""
     return lambda engine, tree, wiring: contextlib.nullcontext() if tree.is_chain else around(engine, tree, wiring)
-
-
-@contextlib.contextmanager
-def _linear_hooks(engine, hook: Callable) -> Iterator[None]:
-    with contextlib.ExitStack() as undo:
-        for module in engine.model.modules():
-            if isinstance(module, torch.nn.Linear):
-                undo.callback(module.register_forward_hook(hook).remove)
-        yield
 
 
 # What is made of logits
 
 
 def processed(rule: str, mode: str) -> Callable:
-    """For `Faulty(engine, processed=...)`: penalties of one mode count the tokens that a rule of `sampling.RULES`
-    names; those of the other modes the node's own path."""
+    """Return what `Faulty(engine, processed=...)` takes: penalties of one mode count the tokens that a rule of
+    `sampling.RULES` names; those of the other modes the node's own path."""
 
     def rows(asked, tree, nodes, logits, sampling, prompt, made):
-        used = rule if asked == mode else "path"
-        found = [
-            process(to_numpy(row), sampling, history(used, tree, node, prompt, made))
-            for node, row in zip(nodes, logits, strict=True)
-        ]
-        return torch.from_numpy(np.stack(found))
+        pasts = [history(rule if asked == mode else "path", tree, node, prompt, made) for node in nodes]
+        log_q = [process(to_numpy(row), sampling, past) for row, past in zip(logits, pasts, strict=True)]
+        return torch.from_numpy(np.stack(log_q))
 
     return rows
 
 
 def takes(place: int, mode: str) -> Callable:
-    """For `Faulty(engine, chosen=...)`: one mode takes the last of equal largest logits (-1), where the others take the
-    first, or whatever stands at this place by size, which is wrong from the second largest (1) on."""
+    """Return what `Faulty(engine, chosen=...)` takes: one mode chooses the last of equal largest logits (-1), where the
+    others choose the first, or what stands at this place by size, which is wrong from the second largest (1) on."""
 
     def chosen(asked, tree, nodes, logits):
         order = logits.sort(dim=-1, descending=True, stable=True).indices  # equals by id, the lowest first
@@ -508,70 +475,56 @@ class FaultyBatches:
 
 
 def batched(engine, **changed) -> Faulty:
-    """An engine whose passes over several requests are changed; `changed` as in `FaultyBatches`."""
+    """Return an engine whose passes over several requests are changed; `changed` as in `FaultyBatches`."""
     return Faulty(engine, batches=lambda: FaultyBatches(engine.batches(), **changed))
 
 
 def states_of_first(engine, *channels: str) -> Callable:
-    """For `verify` and `step`: every request starts from the first one's states."""
+    """Return a change of `verify` or `step`: every request starts from the first one's states."""
 
     def change(right, prefixes, *args, **kwargs):
-        return right(
-            [prefixes[0], *(mixed(engine, own, prefixes[0], channels) for own in prefixes[1:])], *args, **kwargs
-        )
-
-    return change
-
-
-def states_of_next(engine, *channels: str, layer: int) -> Callable:
-    """For `verify`: every request starts from what the next one carries in this layer."""
-
-    def change(right, prefixes, *args, **kwargs):
-        others = (*prefixes[1:], *prefixes[:1])
-        wrong = [mixed(engine, own, other, channels, layer=layer) for own, other in zip(prefixes, others, strict=True)]
-        return right(wrong, *args, **kwargs)
+        wrong = [mixed(engine, prefix, prefixes[0], channels) for prefix in prefixes[1:]]
+        return right([prefixes[0], *wrong], *args, **kwargs)
 
     return change
 
 
 def left_behind(engine, *channels: str) -> Callable:
-    """For `reorder`: the rest is permuted, these channels stay where they were."""
+    """Return a change of `reorder`: the rest is permuted, these channels stay where they were."""
 
     def change(right, prefixes, order):
-        found = right(prefixes, order)
-        stay = (prefixes[place % len(prefixes)] for place in range(len(found)))
-        return [mixed(engine, new, old, channels) for new, old in zip(found, stay, strict=True)]
+        moved = enumerate(right(prefixes, order))
+        return [mixed(engine, prefix, prefixes[place % len(prefixes)], channels) for place, prefix in moved]
 
     return change
 
 
 def padding_run(engine, *channels: str, alone: bool = True) -> Callable:
-    """For `prefill`: on the left, recurrent layers run over the padding too; alone: of a batch of one only."""
+    """Return a change of `prefill`: on the left, recurrent layers run over the padding too; alone: of a batch of one
+    only."""
 
     def change(right, prompts, *, padding="left", width=None):
-        found = right(prompts, padding=padding, width=width)
+        prefixes = right(prompts, padding=padding, width=width)
         longest = max(width or 0, *map(len, prompts))
         if padding != "left" or (alone and len(prompts) > 1):
-            return found
+            return prefixes
         dirty = (engine.prefill([0] * (longest - len(prompt)) + list(prompt)) for prompt in prompts)
-        return [mixed(engine, own, other, channels) for own, other in zip(found, dirty, strict=True)]
+        return [mixed(engine, prefix, other, channels) for prefix, other in zip(prefixes, dirty, strict=True)]
 
     return change
 
 
 def padded_slot(engine) -> Callable:
-    """For `verify`: an idle row's slot is that of a request that is not in the batch, the last one that was seen."""
-    seen: dict[int, object] = {}
+    """Return a change of `verify`: an idle row's slot is a waiting request's, the last one that stood in a batch."""
+    known: dict[int, object] = {}
 
     def change(right, prefixes, trees, wiring, *, idle=0, **keywords):
-        found = right(prefixes, trees, wiring, idle=idle, **keywords)
-        waiting = [prefix for name, prefix in seen.items() if name not in map(id, prefixes)]
-        seen.update((id(prefix), prefix) for prefix in prefixes)
+        verified = right(prefixes, trees, wiring, idle=idle, **keywords)
+        waiting = [prefix.cache for name, prefix in known.items() if name not in map(id, prefixes)]
+        known.update((id(prefix), prefix) for prefix in prefixes)
         if idle and waiting:
-            layer = next(
-                i for i, layer in enumerate(waiting[-1].cache.layers) if getattr(layer, "recurrent_states", None)
-            )
-            engine.caches.state(waiting[-1].cache, layer).mul_(0.5)
-        return found
+            states = (getattr(layer, "recurrent_states", None) for layer in waiting[-1].layers)
+            engine.caches.state(waiting[-1], next(at for at, each in enumerate(states) if each)).mul_(0.5)
+        return verified
 
     return change

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from .. import __version__
 from ..base.conclusion import DEFECT, Conclusion
 from ..base.errors import Unsupported, UsageError, usage_errors
-from ..base.files import now
+from ..base.files import record_head
 from ..base.resources import DRAFTER, EMBEDDED
 from ..engines.capacity import plan
 from ..engines.dflash import load as load_drafter
@@ -93,7 +92,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Found:
+class Sighting:
     """What one check said."""
 
     verdict: str
@@ -103,109 +102,91 @@ class Found:
     says: str = ""
 
 
-Seen = dict[str, Found]  # by check, in the order of the run
+Seen = dict[str, Sighting]  # by check, in the order of the run
 
 GREEN = ("pass", "known_failure")  # what a library is known to do wrong is no news
-FORK, LINEAR, CHECKED_CONTROL, REFERENCE = "tree_forked", "linear", "control", "ar"
-
-
-def _commit(mode: str) -> str:
-    return f"commit of {mode}"
+FORK, LINEAR, CHECKED_CONTROL = "tree_forked", "linear", "control"
 
 
 # What is looked at
 
 
 def _seen_compare(engine, fault: Fault) -> Seen:
-    """Every verdict of the last case; one of an earlier case that is not green stands under its number."""
+    """Return every verdict of the last case; one of an earlier case stands under its number."""
     items = [_item(engine, name, fault.seed + place) for place, name in enumerate(fault.trees)]
-    settings = Settings(accept=fault.accept, **fault.settings)
-    record = check(engine, items, settings)
-    found: Seen = {}
+    record = check(engine, items, Settings(accept=fault.accept, **fault.settings))
+    checks: Seen = {}
     for place, case in enumerate(record["cases"], start=1):
-        mine = _of_case(case, record)
-        if place < len(record["cases"]):
-            mine = {f"{name}, case {place}": seen for name, seen in mine.items()}
-        found |= mine
+        number = f", case {place}" if place < len(record["cases"]) else ""
+        checks |= {name + number: seen for name, seen in _of_case(case, record).items()}
     for kind in record["sensitivity"]:
-        verdict = "pass" if kind["reacts"] else "insensitive"
-        found[f"sensitivity of {kind['kind']}"] = Found(verdict, says=_named(record, f"insensitive: {kind['kind']}"))
-    return found
+        start = f"insensitive: {kind['kind']}"
+        says = next((reason for reason in record["verdict"]["reasons"] if reason.startswith(start)), "")
+        checks[f"sensitivity of {kind['kind']}"] = Sighting("pass" if kind["reacts"] else "insensitive", says=says)
+    return checks
 
 
 def _of_case(case: dict, record: dict) -> Seen:
-    found: Seen = {}
+    checks: Seen = {}
     for mode in (LINEAR, FORK):
-        result, entry = case["modes"][mode], (case["attribution"].get(mode) or {}).get("entry")
-        says = "; ".join(filter(None, (result["reason"], (case["attribution"].get(mode) or {}).get("text"))))
-        if result["verdict"] == "fail" and entry and not case["attribution"][mode]["mode"].startswith("commit"):
-            found[mode] = Found("fail", entry["node"], entry["layer"], entry["channel"], says)
+        result, finding = case["modes"][mode], case["attribution"].get(mode) or {}
+        says, entry = [result["reason"], finding.get("text")], finding.get("entry")
+        if result["verdict"] == "fail" and entry and not finding["mode"].startswith("commit"):
+            place = (entry["node"], entry["layer"], entry["channel"])
         else:
-            ties = f"{result['tie']} ties" if result["tie"] else ""
-            rules = [one["node"] for one in case["ties"]["rules"].get(mode, ())]
-            rule = f"tie rule differs at node {' '.join(map(str, rules))}" if rules else ""
-            found[mode] = Found(result["verdict"], says="; ".join(filter(None, (says, ties, rule))))
+            place = ()
+            rules = " ".join(str(rule["node"]) for rule in case["ties"]["rules"].get(mode, ()))
+            says += [f"{result['tie']} ties" if result["tie"] else "", rules and f"tie rule differs at node {rules}"]
+        checks[mode] = Sighting(result["verdict"], *place, says="; ".join(filter(None, says)))
     control, law = case["modes"][CONTROL], case["leak_law"]
-    off = law["outside"] or law["clean_bitwise_equal"] is False
-    judged = control["verdict"] in ("fail", "pass")
-    verdict = control["verdict"] if not judged else "off" if off else "pass"
+    verdict = control["verdict"]
+    if verdict in ("fail", "pass"):
+        verdict = "off" if law["outside"] or law["clean_bitwise_equal"] is False else "pass"
     if law["near"] and verdict == "pass" and record["verdict"]["modes"][CONTROL] == "insensitive":
         verdict = "insensitive"
-    found[CHECKED_CONTROL] = Found(verdict, says=control["reason"] or "")
+    checks[CHECKED_CONTROL] = Sighting(verdict, says=control["reason"] or "")
     for accept in case["commit"] or ():
         for mode in (LINEAR, FORK):
-            result, name = accept["modes"][mode], _commit(mode)
-            if name in found and found[name].verdict != "pass":
-                continue
-            bad = result["bad"][0] if result["bad"] else {}
-            place = (bad.get("layer"), bad.get("channel"))
-            found[name] = Found(result["verdict"], accept["node"], *place, result["reason"] or "")
-    return found
-
-
-def _named(record: dict, start: str) -> str:
-    return next((reason for reason in record["verdict"]["reasons"] if reason.startswith(start)), "")
+            result, name = accept["modes"][mode], f"commit of {mode}"
+            if name not in checks or checks[name].verdict == "pass":
+                bad = result["bad"][0] if result["bad"] else {}
+                place = (accept["node"], bad.get("layer"), bad.get("channel"))
+                checks[name] = Sighting(result["verdict"], *place, result["reason"] or "")
+    return checks
 
 
 def _seen_batch(engine, fault: Fault) -> Seen:
-    """The checks of batches of one and of two; what is wrong in a batch of one stands under its own name."""
+    """Return the checks of batches of one and of two; what is wrong in a batch of one stands under its own name."""
     items = [_item(engine, "drawn", fault.seed + place, PROMPT - 5 * place) for place in range(3)]
     settings = Settings(accept=("branch",), **fault.settings)
-    found: Seen = {}
+    checks: Seen = {}
     for size in (1, 2):
         section = batch_runs(engine, items, settings, (size,))
-        for entry in section["checks"]:
-            found.setdefault(f"{entry['check']}, batch of {size}", Found("pass"))
-        for finding in section["findings"]:
-            name = f"{finding['check']}, batch of {size}"
-            if found.get(name, Found("pass")).verdict == "pass":
-                place = (finding["node"], finding["layer"], finding["channel"])
-                found[name] = Found(finding["verdict"], *place, finding["says"])
-    return found
+        checks |= {f"{entry['check']}, batch of {size}": Sighting("pass") for entry in section["checks"]}
+        for finding in reversed(section["findings"]):  # the first of a check stays
+            place = (finding["node"], finding["layer"], finding["channel"])
+            checks[f"{finding['check']}, batch of {size}"] = Sighting(finding["verdict"], *place, finding["says"])
+    return checks
 
 
 def _seen_rounds(engine, fault: Fault) -> Seen:
-    """Rounds of decoding: whether a mode's text is plain decoding's, and whether its acceptance is withheld."""
-    items = [_item(engine, "drawn", fault.seed)]
-    items = [replace(item, tree=None) for item in items]
-    settings = Settings(budgets=(12,), **fault.settings)
-    found: Seen = {}
-    for mode, run in generate(engine, items, settings, Rounds(rounds=8))["summary"].items():
-        first = run["first"] or {}
-        control = mode == CONTROL
-        wrong = bool(run["off"]) != control
-        name = f"rounds of {mode}"
-        found[name] = Found("fail" if wrong else "pass", first.get("node"), says=run["alarm"] or "")
-        withheld = run["accepted_per_round"] is None
-        found[f"acceptance of {mode}"] = Found("withheld" if withheld != control else "pass", says=run["alarm"] or "")
-    return found
+    """Run rounds of decoding: whether a mode's text is plain decoding's, and whether its acceptance is withheld."""
+    items = [replace(_item(engine, "drawn", fault.seed), tree=None)]
+    checks: Seen = {}
+    rounds = generate(engine, items, Settings(budgets=(12,), **fault.settings), Rounds(rounds=8))
+    for mode, run in rounds["summary"].items():
+        first, control, says = run["first"] or {}, mode == CONTROL, run["alarm"] or ""
+        wrong, withheld = (value != control for value in (bool(run["off"]), run["accepted_per_round"] is None))
+        checks[f"rounds of {mode}"] = Sighting("fail" if wrong else "pass", first.get("node"), says=says)
+        checks[f"acceptance of {mode}"] = Sighting("withheld" if withheld else "pass", says=says)
+    return checks
 
 
 RUNS = {"compare": _seen_compare, "batch": _seen_batch, "rounds": _seen_rounds}
 
 
 def _item(engine, name: str, seed: int, length: int = PROMPT) -> Item:
-    """A drawn prompt, and a tree: 'drawn', or a shape with its nodes, 'random 12'."""
+    """Return a drawn prompt, and a tree: 'drawn', or a shape with its nodes, 'random 12'."""
     rng = np.random.default_rng(1000 + seed)
     low, high = 8, engine.vocab_size - 8  # not the ids that configurations reserve
     tokens = tuple(rng.integers(low, high, length).tolist())
@@ -222,80 +203,73 @@ def _item(engine, name: str, seed: int, length: int = PROMPT) -> Item:
 
 
 def _refused(what: str, run: Callable, *words: str) -> Seen:
-    """Input that must be refused in one line with these words."""
+    """Run what must be refused in one line with these words."""
     try:
         with usage_errors():
             run()
     except UsageError as error:
         says = str(error)
-        named = all(word in says for word in words)
-        return {what: Found("refused" if named else "refused in other words", says=says)}
-    return {what: Found("pass")}
+        how = "refused" if all(word in says for word in words) else "refused in other words"
+        return {what: Sighting(how, says=says)}
+    return {what: Sighting("pass")}
 
 
 def _planned(requests: Mapping[str, int], reserved: Mapping, right: Mapping) -> Seen:
-    """A plan that is short, and beside it what is enough."""
+    """Plan what is short, and beside it what is enough."""
     short = plan(requests, reserved)
     return {
-        "plan": Found("fail" if short else "pass", says="; ".join(map(str, short))),
-        "plan, one row more": Found("fail" if plan(requests, right) else "pass"),
+        "plan": Sighting("fail" if short else "pass", says="; ".join(map(str, short))),
+        "plan, one row more": Sighting("fail" if plan(requests, right) else "pass"),
     }
 
 
 def _drafted(make: Callable) -> Seen:
-    """Rounds whose drafts a misled drafter makes: verify is right, and the report must say whose fault it is."""
+    """Run rounds whose drafts a misled drafter makes: verify is right, and the report must say whose fault it is."""
     engine = load_engine("transformers", None, device="cpu")
     drafter = make(load_drafter(DRAFTER, engine))
     engine.read_features(drafter.spec.layers)
     items = [replace(_item(engine, "drawn", seed), tree=None, drafter=drafter) for seed in range(6)]
-    modes = (LINEAR, FORK)
-    rounds = generate(engine, items, Settings(draft="dflash", budgets=(12,)), Rounds(rounds=20, modes=modes))
-    found: Seen = {}
-    for mode in modes:
-        run = rounds["summary"][mode]
-        found[f"rounds of {mode}"] = Found("fail" if run["off"] or run["same_text"] < run["texts"] else "pass")
-    says = rounds["summary"][FORK]["drafter"]["says"] or ""
-    found["drafter"] = Found("drafter-side" if says.startswith("low acceptance is drafter-side") else "pass", says=says)
-    return found
+    rounds = Rounds(rounds=20, modes=(LINEAR, FORK))
+    summary = generate(engine, items, Settings(draft="dflash", budgets=(12,)), rounds)["summary"]
+    right = {mode: not run["off"] and run["same_text"] == run["texts"] for mode, run in summary.items()}
+    checks = {f"rounds of {mode}": Sighting("pass" if kept else "fail") for mode, kept in right.items()}
+    says = summary[FORK]["drafter"]["says"] or ""
+    verdict = "drafter-side" if says.startswith("low acceptance is drafter-side") else "pass"
+    return checks | {"drafter": Sighting(verdict, says=says)}
 
 
 def _other_prompt(length: int) -> Seen:
-    """A trace whose prompt is not the one that its request had."""
+    """Judge a trace whose prompt is not the one that its request had."""
     engine = load_engine("transformers", None, device="cpu")
     item = _item(engine, "drawn", 0)
+    checks: Seen = {}
     with tempfile.TemporaryDirectory() as folder:
         record_trace(engine, [item], Settings(controls=1), f"{folder}/trace")
         trace = TraceEngine.load(f"{folder}/trace")
         wrong = (*item.tokens[:-length], *(token + 1 for token in item.tokens[-length:]))
-        found: Seen = {}
         for name, tokens in (("", wrong), (", own prompt", item.tokens)):
             record = judge_trace(trace, Settings(), prompts={item.id: tokens})
             for mode, result in record["cases"][0]["modes"].items():
-                good = "pass" if mode != CONTROL else "fail"
-                verdict = "pass" if result["verdict"] == good else result["verdict"]
-                found[f"{mode}{name}"] = Found(verdict, says=result["reason"] or "")
-    return found
+                right = result["verdict"] == ("fail" if mode == CONTROL else "pass")
+                checks[mode + name] = Sighting("pass" if right else result["verdict"], says=result["reason"] or "")
+    return checks
 
 
-def _equal_rows(engine) -> None:
-    """Every odd row of the output head is the even one before it: all largest logits come twice."""
+def _equal_rows(engine, eps: float = 0.0) -> None:
+    """Make every odd row of the output head the even one before it: all largest logits come twice."""
     head = engine.model.get_output_embeddings()
     weight = head.weight.detach().clone()
-    weight[1::2] = weight[0::2][: len(weight[1::2])]
+    weight[1::2] = weight[0::2][: len(weight[1::2])] * (1 + eps)
     head.weight = torch.nn.Parameter(weight)
 
 
 def _adjusted_head(engine) -> None:
-    """Every odd row of the output head is the even one before it, but for the last digit: many near ties."""
-    head = engine.model.get_output_embeddings()
-    weight = head.weight.detach().clone()
-    even = weight[0::2][: len(weight[1::2])]
-    weight[1::2] = even * (1 + torch.finfo(weight.dtype).eps)
-    head.weight = torch.nn.Parameter(weight)
+    """Make the same rows but for their last digit: many near ties."""
+    _equal_rows(engine, torch.finfo(engine.model.get_output_embeddings().weight.dtype).eps)
 
 
 def _without_last(logits):
-    """The last ids are padding, which nothing may choose."""
+    """Return logits whose last ids are padding, which nothing may choose."""
     logits = logits.clone()
     logits[..., -3:] = -torch.inf
     return logits
@@ -305,8 +279,8 @@ def _padded_vocabulary(engine) -> None:
     engine.model.get_output_embeddings().register_forward_hook(lambda module, args, logits: _without_last(logits))
 
 
-def _deaf(kind: type | str) -> Callable:
-    """Layers that do not react: what a convolution's older inputs, or a state, adds is multiplied by zero."""
+def _deaf(kind: str) -> Callable:
+    """Return what deafens layers: what a convolution's older inputs, or a state, adds is multiplied by zero."""
 
     def adjust(engine) -> None:
         with torch.no_grad():
@@ -322,7 +296,7 @@ def _deaf(kind: type | str) -> Callable:
 
 
 def _bent(logits, call: int):
-    """Every second decoding differs."""
+    """Return logits of which every second decoding's differ."""
     if call % 2:
         return logits
     return logits + torch.linspace(0, 1, logits.shape[-1], dtype=logits.dtype, device=logits.device)
@@ -357,11 +331,6 @@ def _own_and_forked(wiring: Wiring) -> Callable:
     return lambda engine: Faulty(engine, own=wiring, forked=wiring)
 
 
-def _chain_start(*channels: str) -> Wiring:
-    """A cached block that starts from zeros."""
-    return inject.dropped(*channels)
-
-
 def _in_batches(**changed: Callable) -> Callable:
     """changed: method -> (engine) -> its stand-in."""
     return lambda engine: inject.batched(engine, **{name: make(engine) for name, make in changed.items()})
@@ -377,7 +346,8 @@ PENALTIES = {
 PATHS = ("zero", "full", "branch")  # nodes 0, 3, 6 of the drawn tree
 UNUSABLE = {LINEAR: "reference_unusable", FORK: "reference_unusable", CHECKED_CONTROL: "reference_unusable"}
 NO_REFERENCE = {LINEAR: "fail", FORK: "reference_unusable", CHECKED_CONTROL: "reference_unusable"}
-TREE_COMMIT = {_commit(FORK): "fail"}
+LINEAR_COMMIT = {f"commit of {LINEAR}": "fail"}
+TREE_COMMIT = {f"commit of {FORK}": "fail"}
 RED = {FORK: "fail"}
 CONTROL_OFF = {CHECKED_CONTROL: "off"}  # its clean nodes are right and the forked pass's are not
 SPOILT = {f"{name}, batch of 2": "fail" for name in ("verify", "commit", "again")}  # the spoilt request's own turn
@@ -389,7 +359,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("K1", "the window is rolled back, the state is not", _stored(inject.block_end, "recurrent"), TREE_COMMIT,
           Where(0, 0, "recurrent", "committed state is node 9's, expected node 0's"), model="bamba", accept=PATHS),
     Fault("K1", "a plain step after an accept reads the old slots", inject.stale_slots,
-          {_commit(LINEAR): "fail"} | TREE_COMMIT, Where(6, says="what is stored is right; logits off from step 1"),
+          LINEAR_COMMIT | TREE_COMMIT, Where(6, says="what is stored is right; logits off from step 1"),
           model="kimi_linear", accept=("branch",)),
     Fault("K1", "the commit never happened, bf16", _stored(inject.before, "recurrent"), TREE_COMMIT,
           Where(0, 0, "recurrent", "state unchanged by the accept"), dtype="bfloat16", accept=PATHS),
@@ -478,16 +448,16 @@ FAULTS: tuple[Fault, ...] = (
           {"verify, batch of 2": "fail", "commit, batch of 2": "fail"}, Where(0, 0, "conv"), run="batch",
           model="lfm2"),
     # K9: a block starts anew
-    Fault("K9", "a cached block starts from a zero state", _own_and_forked(_chain_start("state")), NO_REFERENCE,
+    Fault("K9", "a cached block starts from a zero state", _own_and_forked(inject.dropped("state")), NO_REFERENCE,
           Where(0, 0, "state", "whose state came from zeros")),
-    Fault("K9", "a cached block starts from zeros", _own_and_forked(_chain_start("state", "conv")), NO_REFERENCE,
+    Fault("K9", "a cached block starts from zeros", _own_and_forked(inject.dropped("state", "conv")), NO_REFERENCE,
           Where(0, 0, "state and conv", "whose state came from zeros"), model="bamba"),
     Fault("K9", "the first row's gate for all rows",
           _around(inject.altered("gated_delta", inject.gate_of_first_row("g"))), NO_REFERENCE, Where(1, 0, "state")),
     Fault("K9", "the first row's gates for all rows, bf16",
           _around(inject.altered("gated_delta", inject.gate_of_first_row("g", "beta"))), NO_REFERENCE,
           Where(layer=0, channel="state"), dtype="bfloat16"),
-    Fault("K9", "the own pass starts from a zero window", lambda e: Faulty(e, own=_chain_start("conv")),
+    Fault("K9", "the own pass starts from a zero window", lambda e: Faulty(e, own=inject.dropped("conv")),
           {LINEAR: "fail"}, Where(0, 0, "conv", "whose window came from zeros"), model="lfm2"),
     # K10: padding
     Fault("K10", "left padding is ignored at batch 1", _in_batches(
@@ -511,7 +481,7 @@ FAULTS: tuple[Fault, ...] = (
           adjust=_adjusted_head, trees=("random 24",)),
     Fault("K11", "states kept in bf16, and said so", lambda e: _declared(e, state_dtype="bfloat16"), accept=PATHS),
     Fault("K11", "states kept in bf16, float32 claimed", lambda e: _declared(e),
-          {_commit(LINEAR): "fail"} | TREE_COMMIT, Where(0, 0, "recurrent", "state is rounded to bfloat16"),
+          LINEAR_COMMIT | TREE_COMMIT, Where(0, 0, "recurrent", "state is rounded to bfloat16"),
           accept=PATHS),
     Fault("K11", "decoding does not repeat itself (N4)", lambda e: Faulty(e, decode=_bent), UNUSABLE,
           Where(says="ar does not repeat itself")),
@@ -572,83 +542,74 @@ FAULTS: tuple[Fault, ...] = (
 def run(
     faults: Sequence[Fault] = FAULTS, *, device: str = "cpu", progress: Callable | None = None, clean: bool = True
 ) -> dict:
-    """Injects every fault, and runs what each was put into without it. Returns the record of a self-test.
+    """Inject every fault, and run what each was put into without it. Returns the record of a self-test.
 
     progress(done, total, text) is called before each step. clean: also the runs without a fault.
     """
-    hosts = _Hosts(device)
+    hosts, show = _Hosts(device), progress or (lambda *_: None)
     todo = [*faults, *(_clean_runs(faults) if clean else ())]
-    results, started = [], time.perf_counter()
-    for place, fault in enumerate(sorted(todo, key=lambda fault: (fault.model, fault.dtype))):
-        if progress:
-            progress(place, len(todo), f"{fault.kind} {fault.name}")
-        results.append(_result(fault, hosts))
-    order = {id(fault): place for place, fault in enumerate(todo)}
-    results.sort(key=lambda result: order[result.pop("order")])
-    if progress:
-        progress(len(todo), len(todo), "done")
-    conclusion = Conclusion()
+    started, conclusion, results = time.perf_counter(), Conclusion(), [{}] * len(todo)
+    order = sorted(range(len(todo)), key=lambda place: (todo[place].model, todo[place].dtype))
+    for done, place in enumerate(order):
+        show(done, len(todo), f"{todo[place].kind} {todo[place].name}")
+        results[place] = _result(todo[place], hosts)
+    show(len(todo), len(todo), "done")
     for result in results:
         if not result["as_expected"]:
             conclusion.add(DEFECT, _reason(result))
-    record = {
-        "schema": SCHEMA,
-        "created": now(),
-        "environment": {"ddtree_check": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()},
-        "kinds": KINDS,
-        "results": results,
-        "seconds": time.perf_counter() - started,
-    }
-    return conclusion.into(record)
+    environment = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    record = {"kinds": KINDS, "results": results, "seconds": time.perf_counter() - started}
+    return conclusion.into(record_head(SCHEMA, environment) | record)
 
 
-def _clean_runs(faults: Sequence[Fault]) -> Iterator[Fault]:
-    """The run of each fault without it, each once: all of it must be green."""
-    known = set()
+def _clean_runs(faults: Sequence[Fault]) -> list[Fault]:
+    """Return the run of each fault without it, each once: all of it must be green."""
+    runs: dict[tuple, Fault] = {}
     for fault in faults:
-        if callable(fault.run) or fault.adjust:
-            continue
-        key = (fault.model, fault.dtype, fault.trees, fault.accept, fault.run, fault.seed, str(fault.settings))
-        if key not in known:
-            known.add(key)
-            yield replace(fault, kind="clean", name="no fault", make=lambda engine: engine, red={}, where=Where())
+        if not callable(fault.run) and not fault.adjust:
+            key = (fault.model, fault.dtype, fault.trees, fault.accept, fault.run, fault.seed, str(fault.settings))
+            clean = replace(fault, kind="clean", name="no fault", make=lambda engine: engine, red={}, where=Where())
+            runs.setdefault(key, clean)
+    return list(runs.values())
 
 
 def _result(fault: Fault, hosts: _Hosts) -> dict:
+    """Run a fault, and compare what each check said with what it must say."""
     started = time.perf_counter()
     try:
         seen = fault.run() if callable(fault.run) else RUNS[fault.run](fault.make(hosts.engine(fault)), fault)
     except Unsupported as error:
-        seen = {"run": Found("unsupported", says=str(error))}
-    wrong = [name for name, verdict in fault.red.items() if name not in seen or seen[name].verdict != verdict]
-    wrong += [name for name, one in seen.items() if name not in fault.red and one.verdict not in GREEN]
+        seen = {"run": Sighting("unsupported", says=str(error))}
+    missed = [name for name, verdict in fault.red.items() if name not in seen or seen[name].verdict != verdict]
+    neighbours = {name: check.verdict for name, check in seen.items() if name not in fault.red}
+    red_neighbours = {name: verdict for name, verdict in neighbours.items() if verdict not in GREEN}
     by = fault.look or next((name for name in fault.red if name in seen), next(iter(seen)))
-    found, where = seen[by], fault.where
+    sighting, where = seen[by], fault.where
     misplaced = [
-        f"{name} {getattr(found, name)!r}, expected {want!r}"
+        f"{name} {getattr(sighting, name)!r}, expected {want!r}"
         for name in ("node", "layer", "channel")
-        if (want := getattr(where, name)) is not None and getattr(found, name) != want
+        if (want := getattr(where, name)) is not None and getattr(sighting, name) != want
     ]
-    if where.says is not None and where.says not in found.says:
-        misplaced.append(f"says {found.says!r}, expected {where.says!r} in it")
+    if where.says is not None and where.says not in sighting.says:
+        misplaced.append(f"says {sighting.says!r}, expected {where.says!r} in it")
+    hosted = not callable(fault.run)
     return {
-        "order": id(fault),
         "kind": fault.kind,
         "name": fault.name,
-        "model": None if callable(fault.run) else fault.model,
-        "dtype": None if callable(fault.run) else fault.dtype,
+        "model": fault.model if hosted else None,
+        "dtype": fault.dtype if hosted else None,
         "expected": dict(fault.red),
-        "caught": bool(fault.red) and not [name for name in fault.red if name in wrong],
+        "caught": bool(fault.red) and not missed,
         "by": by if fault.red else None,
-        "node": found.node if found.node is not None or fault.red else None,
-        "layer": found.layer,
-        "channel": found.channel,
-        "says": found.says,
-        "neighbours": [name for name in seen if name not in fault.red],
-        "red_neighbours": {name: seen[name].verdict for name in wrong if name not in fault.red},
-        "missed": [name for name in wrong if name in fault.red],
+        "node": sighting.node,
+        "layer": sighting.layer,
+        "channel": sighting.channel,
+        "says": sighting.says,
+        "neighbours": list(neighbours),
+        "red_neighbours": red_neighbours,
+        "missed": missed,
         "misplaced": misplaced,
-        "as_expected": not wrong and not misplaced,
+        "as_expected": not missed and not red_neighbours and not misplaced,
         "seconds": time.perf_counter() - started,
     }
 
@@ -664,7 +625,7 @@ class _Hosts:
     """The engines that faults are put into, each built once; what they compute without a fault is kept."""
 
     def __init__(self, device: str):
-        self.device, self._engines, self._kept = device, {}, {}
+        self.device, self._kept = device, {}
 
     def engine(self, fault: Fault):
         if fault.run == "batch" or fault.adjust:  # their passes may touch what others would reuse
@@ -674,7 +635,7 @@ class _Hosts:
             return engine
         key = (fault.model, fault.dtype)
         if key not in self._kept:
-            self._kept = {key: Remembered(self._build(*key))}  # faults come sorted by host: one is held at a time
+            self._kept = {key: Remembered(self._build(*key))}  # faults come sorted by host: one is kept at a time
         return self._kept[key]
 
     def _build(self, model: str, dtype: str) -> TransformersEngine:

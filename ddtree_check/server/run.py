@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from .. import __version__
 from ..base.errors import Unsupported, UsageError
-from ..base.files import now
+from ..base.files import record_head
 from ..base.journal import append_journal, resume_journal
 from ..tree.case import Prompt
 from .api import Api, Completion, Failed
@@ -95,10 +94,7 @@ def run_servers(
             reference.close()
             raise
     found = conclude([done[prompt.id] for prompt in prompts], rule)
-    return {
-        "schema": SCHEMA,
-        "created": now(),
-        "environment": {"ddtree_check": __version__, **where},
+    return record_head(SCHEMA, where) | {
         "settings": asdict(settings) | {"rule": asdict(rule)},
         "cannot_see": list(BLIND),
         **found,

@@ -194,7 +194,7 @@ def test_the_dose_says_what_the_error_goes_with():
     host, prefix, reference, floor, _ = right("qwen3_5_text")
     seeker = attribution._Hunt(host, prefix, TREE, "tree_forked", FORKED, reference, floor, RULE, "float32")
     seeker.bad = tuple(range(1, 10))
-    seeker.found = replace(seeker.found, max_abs=np.array(TREE.leaked, dtype=float))
+    seeker.differences = replace(seeker.differences, max_abs=np.array(TREE.leaked, dtype=float))
     dose = seeker._dose()
     assert dose["leaked count"]["rho"] == pytest.approx(1) and abs(dose["depth"]["rho"]) < 1
     text = seeker._text(Entry(4, 0, "gated_delta", "state", 3), {}, {}, None, False, dose)

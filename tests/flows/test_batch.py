@@ -22,7 +22,7 @@ from ddtree_check.report.terminal import batch_blocks
 from ddtree_check.selftest import inject
 from ddtree_check.selftest.inject import Faulty
 from ddtree_check.tree.draft_tree import DraftTree
-from tests.models import engine, make_engine, make_small, off, prompt, small, tree
+from tests.models import engine, make_engine, make_small, off, prompt, small, states_of_next, tree
 from tests.own_engine import Least
 
 ITEMS = [
@@ -162,7 +162,7 @@ def test_a_size_without_prompts_is_refused(sizes):
 )
 def test_a_neighbours_state_is_named_by_request_node_layer_and_channel(layer, channel):
     host = engine("qwen3_5_text")
-    wrong = inject.batched(host, verify=inject.states_of_next(host, channel, layer=layer))
+    wrong = inject.batched(host, verify=states_of_next(host, channel, layer=layer))
     found = run(wrong)
     verify = [finding for finding in found["findings"] if finding["check"] == "verify"]
     assert found["exit_code"] == 1 and {finding["request"] for finding in verify} == {"some", "one"}

@@ -36,7 +36,7 @@ from ddtree_check.judge.exact import (
 from ddtree_check.judge.exact import keeps as sets_of
 from ddtree_check.model.small_shapes import VOCAB
 from ddtree_check.model.wiring import FORKED, UNFORKED, Attention, Conv, Layer, State, Wiring, contaminated, reached
-from ddtree_check.selftest.inject import Faulty, batched, keeps, moved_edge, states_of_next, wired
+from ddtree_check.selftest.inject import Faulty, batched, keeps, moved_edge, wired
 from ddtree_check.tree.draft_tree import DraftTree
 from tests import models
 
@@ -337,7 +337,8 @@ def test_a_commit_that_stores_another_row_is_found(small):
 
 def test_another_request_that_moves_rows_is_found(small):
     inner = models.small("bfloat16")
-    found = run(batched(inner, verify=states_of_next(inner, "recurrent", layer=0)), small, how="all", prompt=PROMPT)
+    hosts = batched(inner, verify=models.states_of_next(inner, "recurrent", layer=0))
+    found = run(hosts, small, how="all", prompt=PROMPT)
     assert found.verdict == "fail" and "another request's tokens move 8 rows" in found.reason
 
 

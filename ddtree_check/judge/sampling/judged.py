@@ -1,9 +1,9 @@
-"""What sampling makes of a mode: per node the processed distributions of ar and the mode, the tokens that shared noise
-draws from both, and the walks; over all cases, whether the mode draws what ar draws."""
+"""Judge what sampling makes of a mode: per node the processed distributions of ar and the mode, the tokens that shared
+noise draws from both, and the walks; over all cases, whether the mode draws what ar draws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from ...base.conclusion import DEFECT, PASS, Conclusion
 from ...base.files import json_number
 from ...tree.accept import compare_walks, greedy_walk
 from ...tree.draft_tree import DraftTree
-from ..nodes import CONTROL, MODES, ModeResult
+from ..nodes import CONTROL, ModeResult
 from .draws import Outcomes, Walks, holm, power, test, visible
 from .processing import (
     RULES,
@@ -65,15 +65,15 @@ class Sampled:
     outcomes: Outcomes
 
     def beyond(self, verdicts: Sequence[str]) -> tuple[int, ...]:
-        """Nodes whose raw logits are within the floor (all of them if they were not judged) and whose processed
-        distribution is further from ar's than that can make it. NaN is."""
+        """Return the nodes whose raw logits are within the floor (all of them if they were not judged) and whose
+        processed distribution is further from ar's than that can make it. NaN is."""
         within = [verdict in ("pass", "tie") for verdict in verdicts] or [True] * len(self.tv)
         far = ~(self.tv <= self.bound + 1e-9)  # float64 sums over a vocabulary
         return tuple(int(node) for node in np.flatnonzero(far & within))
 
     def acceptance(self, tree: DraftTree, verdicts: Sequence[str]) -> dict:
-        """The walks under shared noise, as `compare_walks` tells them apart; a choice that changed at a node within
-        its floor and bound is a tie."""
+        """Compare the walks under shared noise by `compare_walks`; a choice that changed at a node within its floor and
+        bound is a tie."""
         spoilt = {*self.wrong, *self.beyond(verdicts)}
         ties = [node for node, verdict in enumerate(verdicts) if verdict in ("pass", "tie") and node not in spoilt]
         return compare_walks(tree, greedy_walk(tree, self.ar_choice), greedy_walk(tree, self.choice), ties)
@@ -121,17 +121,14 @@ class Track:
         self._rules = [rule for rule in RULES if rule != "path"]
 
     def see(self, node: int, reference: torch.Tensor, row: torch.Tensor, given: torch.Tensor | None = None) -> None:
-        """Raw logits [vocabulary] of ar and of the mode; `given`: the mode's processed row if the engine has its own
-        (log probabilities or logits, -inf for what it cut)."""
+        """Take in raw logits [vocabulary] of ar and of the mode; `given`: the mode's processed row if the engine has
+        its own (log probabilities or logits, -inf for what it cut)."""
         sampling, path = self.sampling, self._past("path", node)
         a, b = to_numpy(reference), to_numpy(row)
         log_p = process(a, sampling, path)
-        if given is None:
-            log_q, dtype = process(b, sampling, self._past(self.rule, node)), torch.float64
-        else:
-            log_q, dtype = _normal(to_numpy(given)), given.dtype
+        log_q, eps = _drawn_from(b, given, sampling, self._past(self.rule, node))
         z = scaled(a, sampling, path)
-        rounding = self.ulps * torch.finfo(dtype).eps * _largest(b * max(1.0, sampling.stretch), z, log_q)
+        rounding = self.ulps * eps * _largest(b * max(1.0, sampling.stretch), z, log_q)
         if not same_processing(b, log_q, sampling, path, rounding):
             self._wrong.append(node)
         if self._wrong:  # which history gives what was found, here and at all nodes that follow
@@ -151,11 +148,11 @@ class Track:
         self.nodes += 1
 
     def finish(self) -> Sampled:
-        rules = tuple(self._rules) if self._wrong else ()
-        outcomes = self._walks.finish()
+        """Return what was collected of all nodes."""
         return Sampled(
-            **self._figures, **self._counts, wrong=tuple(sorted(self._wrong)), rules=rules, outcomes=outcomes
-        )
+            **self._figures, **self._counts, wrong=tuple(sorted(self._wrong)),
+            rules=tuple(self._rules) if self._wrong else (), outcomes=self._walks.finish(),
+        )  # fmt: skip
 
     def _past(self, rule: str, node: int):
         return history(rule, self.tree, node, self.sampler.tokens)
@@ -168,55 +165,52 @@ class Tracks:
         self.engine, self.case, self.reference, self.settings = engine, case, reference, settings
         self._tracks: dict[str, Track] = {}
 
-    def sink(self, mode: str, also: Callable | None = None) -> Callable | None:
-        """A function (nodes, logits) for a mode's rows, which calls `also` too; None if nothing is to be done."""
-        if not self.settings.sampling.active or mode not in MODES:
-            return also
-        case, settings = self.case, self.settings
-        sampler = Sampler(settings.sampling, settings.seed, case.prompt_tokens)
-        self._tracks[mode] = track = Track(
-            sampler,
-            case.tree,
-            rule=settings.history if mode == CONTROL else "path",
-            draws=settings.draws,
-            rng=stream(settings.seed, case.id, mode, list(case.tree.tokens), list(case.tree.parents)),
-            ulps=settings.rule.ulps,
-        )
-
-        def see(nodes, logits):
-            given = self.engine.processed(
-                mode, case.tree, list(nodes), logits, settings.sampling, case.prompt_tokens, ()
-            )
-            given = [None] * len(nodes) if given is None else given
-            for node, row, processed in zip(nodes, logits, given, strict=True):
-                track.see(node, self.reference[node], row, processed)
-            if also:
-                also(nodes, logits)
-
-        return see
+    def see(self, mode: str, nodes: Sequence[int], logits: torch.Tensor) -> None:
+        """Take in rows of a mode: logits [len(nodes), vocabulary]."""
+        case, settings, sampling = self.case, self.settings, self.settings.sampling
+        if not sampling.active:
+            return
+        if mode not in self._tracks:
+            key = (settings.seed, case.id, mode, list(case.tree.tokens), list(case.tree.parents))
+            self._tracks[mode] = Track(
+                Sampler(sampling, settings.seed, case.prompt_tokens), case.tree, draws=settings.draws,
+                rule=settings.history if mode == CONTROL else "path", rng=stream(*key), ulps=settings.rule.ulps,
+            )  # fmt: skip
+        given = self.engine.processed(mode, case.tree, list(nodes), logits, sampling, case.prompt_tokens, ())
+        given = [None] * len(nodes) if given is None else given
+        for node, row, processed in zip(nodes, logits, given, strict=True):
+            self._tracks[mode].see(node, self.reference[node], row, processed)
 
     def finish(self) -> dict[str, Sampled]:
-        """What was found of each mode that ran to its end."""
+        """Return the sampling of each mode that ran to its end."""
         return {mode: track.finish() for mode, track in self._tracks.items() if track.nodes == len(self.case.tree)}
 
 
 def mode_row(
     engine, sampler: Sampler, rule: str, mode: str, tree: DraftTree, node: int, row: torch.Tensor, made: Sequence[int]
 ) -> tuple[np.ndarray, bool]:
-    """What a mode draws from at one node, log probabilities [vocabulary], and whether that is its raw row processed by
-    the node's own path. made: the output before the tree's root. For rule and the engine's own rows see `Track`."""
+    """Return what a mode draws from at one node, log probabilities [vocabulary], and whether that is its raw row
+    processed by the node's own path. made: the output before the tree's root. rule: as for `Track`."""
     b, sampling = to_numpy(row), sampler.sampling
     given = engine.processed(mode, tree, [node], row[None], sampling, sampler.tokens, made)
-    if given is None:
-        log_q, dtype = process(b, sampling, history(rule, tree, node, sampler.tokens, made)), torch.float64
-    else:
-        log_q, dtype = _normal(to_numpy(given[0])), given.dtype
-    rounding = 4 * torch.finfo(dtype).eps * _largest(b * max(1.0, sampling.stretch), log_q)
+    past = history(rule, tree, node, sampler.tokens, made)
+    log_q, eps = _drawn_from(b, None if given is None else given[0], sampling, past)
+    rounding = 4 * eps * _largest(b * max(1.0, sampling.stretch), log_q)
     return log_q, same_processing(b, log_q, sampling, history("path", tree, node, sampler.tokens, made), rounding)
 
 
+def _drawn_from(row: np.ndarray, given: torch.Tensor | None, sampling: Sampling, past) -> tuple[np.ndarray, float]:
+    """Return the log probabilities [vocabulary] that a token is drawn from, the engine's own if `given`, and the
+    spacing of their dtype at 1."""
+    if given is None:
+        return process(row, sampling, past), torch.finfo(torch.float64).eps
+    theirs = to_numpy(given)
+    log_q = log_probs(theirs, np.isfinite(theirs)) if usable(theirs) else np.full(len(theirs), np.nan)
+    return log_q, torch.finfo(given.dtype).eps
+
+
 def same_processing(row: np.ndarray, log_q: np.ndarray, sampling: Sampling, past, rounding: float) -> bool:
-    """Whether log_q [vocabulary] is `row` processed, each value off by no more than `rounding` and tokens kept or cut
+    """Return whether log_q [vocabulary] is `row` processed: each value off by `rounding` at most, tokens kept or cut
     otherwise only where that could do it. A row that nothing can be drawn from gives NaN, and nothing else does."""
     if not usable(row) or np.isnan(log_q[0]):
         return not usable(row) and bool(np.isnan(log_q[0]))
@@ -229,7 +223,7 @@ def same_processing(row: np.ndarray, log_q: np.ndarray, sampling: Sampling, past
 
 
 def judge(result: ModeResult, sampled: Sampled, floor: np.ndarray | None = None) -> ModeResult:
-    """A mode's result with what processing adds: raw logits may pass and what is drawn from them be wrong.
+    """Return a mode's result with what processing adds: raw logits may pass and what is drawn from them be wrong.
 
     floor [n]: of the raw rows. A whole row may be shifted without a raw difference; where shifts matter it may not by
     more than that.
@@ -257,38 +251,38 @@ def judge(result: ModeResult, sampled: Sampled, floor: np.ndarray | None = None)
 
 
 def attach(record: dict, outcomes: Sequence, settings) -> dict:
-    """The record with its `sampling`, and the verdict with what the draws said. outcomes: as make_record takes them.
+    """Return the record with its `sampling`, and the verdict with what the draws said. outcomes: as of make_record.
 
     Draws of a required mode that do not follow the mode's own distribution are a defect of its sampler. Draws that
     follow that one but not ar's differ as the logits do, which the nodes' verdicts judge: explained, and said.
     """
     runs: dict[str, list[tuple[str, Sampled]]] = {}
     for outcome in outcomes:
-        for mode, found in outcome.sampled.items():
-            runs.setdefault(mode, []).append((outcome.case.id.rpartition("/")[0], found))
-    modes = {mode: _summary(mode, found, settings) for mode, found in runs.items()}
-    tests = {mode: found["draws"] for mode, found in modes.items() if found["draws"]}
-    own = holm({mode: found["p_own"] for mode, found in tests.items()}, LEVEL)
-    off = holm({mode: found["p"] for mode, found in tests.items()}, LEVEL)
-    conclusion = Conclusion.of(record)
-    for mode, found in tests.items():
-        found["verdict"] = "not its own" if mode in own else "not ar's" if mode in off else "pass"
-        if mode not in settings.require or record["verdict"]["modes"][mode] != "pass":
+        for mode, sampled in outcome.sampled.items():
+            runs.setdefault(mode, []).append((outcome.case.id.rpartition("/")[0], sampled))
+    modes = {mode: _summary(mode, sampled, settings) for mode, sampled in runs.items()}
+    tests = {mode: summary["draws"] for mode, summary in modes.items() if summary["draws"]}
+    strange, off = (holm({mode: draws[p] for mode, draws in tests.items()}, LEVEL) for p in ("p_own", "p"))
+    conclusion, verdicts = Conclusion.of(record), record["verdict"]["modes"]
+    for mode, draws in tests.items():
+        draws["verdict"] = "not its own" if mode in strange else "not ar's" if mode in off else "pass"
+        if mode not in settings.require or verdicts[mode] != "pass":
             continue  # logits that are off are judged by themselves
-        if mode in own:
-            why = f"{mode}: its draws do not follow its own distribution (p {found['p_own']:.2g})"
+        if mode in strange:
+            why = f"{mode}: its draws do not follow its own distribution (p {draws['p_own']:.2g})"
             conclusion.add(DEFECT, why)
         elif mode in off:
             conclusion.add(
                 PASS,
-                f"{mode}: its draws tell it from ar (p {found['p']:.2g}) by rounding alone, every node is within its "
+                f"{mode}: its draws tell it from ar (p {draws['p']:.2g}) by rounding alone, every node is within its "
                 f"floor; total variation over the outcomes of a round at most {modes[mode]['tv_outcomes']:.2g}",
             )
-    for mode, found in modes.items():
+    for mode, summary in modes.items():
         # Acceptance that is bought with other tokens is none.
-        right = record["verdict"]["modes"][mode] == "pass" and not found["wrong"] and mode not in own
-        found["alarm"] = None if right else _alarm(found["moved"])
-        found["expected_accepted"] = found["expected_accepted"] if right else None
+        if verdicts[mode] == "pass" and not summary["wrong"] and mode not in strange:
+            summary["alarm"] = None
+        else:
+            summary |= {"alarm": _alarm(summary["moved"]), "expected_accepted": None}
     sampling = {"level": LEVEL, "simulations": SIMULATIONS, "effect": EFFECT, "modes": modes}
     return conclusion.into(record | {"sampling": sampling})
 
@@ -312,7 +306,7 @@ def _summary(mode: str, runs: Sequence[tuple[str, Sampled]], settings) -> dict:
         "max_kl": json_number(max(float(np.max(run.kl)) for _, run in runs)),
         "cut": sum(int((run.cut > 0).sum()) for _, run in runs),
         "wrong": sum(len(run.wrong) for _, run in runs),
-        "tv_outcomes": json_number(max(found.tv for found in outcomes)),
+        "tv_outcomes": json_number(max(each.tv for each in outcomes)),
         "expected_accepted": mine,
         "ar_expected_accepted": theirs,
         "moved": None if mine is None or theirs is None else mine - theirs,
@@ -321,10 +315,10 @@ def _summary(mode: str, runs: Sequence[tuple[str, Sampled]], settings) -> dict:
 
 
 def _tests(mode: str, runs: Sequence[tuple[str, Sampled]], seed: int) -> dict:
-    """The mode's draws against ar's distribution and against its own."""
-    rng = stream(seed, mode, "simulations")
-    against_ar = test([(prompt, run.outcomes.expected, run.outcomes.counts) for prompt, run in runs], SIMULATIONS, rng)
-    own = test([(prompt, run.outcomes.own, run.outcomes.counts) for prompt, run in runs], SIMULATIONS, rng)
+    """Test the mode's draws against ar's distribution and against its own."""
+    rng, outcomes = stream(seed, mode, "simulations"), [(prompt, run.outcomes) for prompt, run in runs]
+    against_ar = test([(prompt, each.expected, each.counts) for prompt, each in outcomes], SIMULATIONS, rng)
+    own = test([(prompt, each.own, each.counts) for prompt, each in outcomes], SIMULATIONS, rng)
     return {
         "count": against_ar.draws,
         "prompts": len(against_ar.clusters),
@@ -336,10 +330,6 @@ def _tests(mode: str, runs: Sequence[tuple[str, Sampled]], seed: int) -> dict:
     }
 
 
-def _normal(row: np.ndarray) -> np.ndarray:
-    return log_probs(row, np.isfinite(row)) if usable(row) else np.full(len(row), np.nan)
-
-
 def _largest(*rows: np.ndarray) -> float:
-    """The largest |value| that is finite, at least 1."""
+    """Return the largest |value| that is finite, at least 1."""
     return max(float(np.abs(row[np.isfinite(row)]).max(initial=1.0)) for row in rows)
