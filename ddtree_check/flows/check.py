@@ -21,6 +21,7 @@ from ..model.wiring import wirings
 from ..tree.case import Case, check_vocab
 from ..tree.draft_tree import merge
 from .attribution import attribute, attribute_commit
+from .bits import check_bits
 from .controls import forward_run, repeat_run, strict_run
 from .drafting import draft_cases
 from .flow import Part, Subject, judge_all
@@ -53,6 +54,8 @@ def check(
     oracle = oracle if oracle is None else complete(oracle, settings.vocab_size)
     for item in items:
         fits(item, settings, engine.vocab_size, engine.max_length)
+    if reason := engine.decodes():
+        return check_bits(engine, items, settings, reason, model=model or engine.provenance, progress=progress)
     described = engine.describe()
     live = _Live(engine, settings, oracle, trace, judged_as(described))
     parts = [Part(place, item.id, item) for place, item in enumerate(items)]

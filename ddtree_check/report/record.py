@@ -19,12 +19,14 @@ READABLE = ("ddtree-check/1",)
 ROUNDS = "ddtree-check/rounds/1"  # what generate writes
 SERVER = "ddtree-check/server/1"  # what server writes
 SWEEP = "ddtree-check/sweep/1"  # what sweep writes
+BITS = "ddtree-check/exact/1"  # what compare writes of an engine without plain decoding
 SELFTEST = "ddtree-check/selftest/1"  # what selftest writes
 KINDS = {  # schema -> the command that writes it, and what is needed of it
     READABLE[0]: ("compare", "record"),
     ROUNDS: ("generate", "rounds"),
     SERVER: ("server", "server"),
     SWEEP: ("sweep", "sweep"),
+    BITS: ("compare", "exact"),
 }
 NEEDED = {  # keys that the views rely on
     "record": {
@@ -41,6 +43,7 @@ NEEDED = {  # keys that the views rely on
     "rounds": {"environment": dict, "model": dict, "settings": dict, "rounds": dict, "verdict": dict, "exit_code": int},
     "server": {"environment": dict, "settings": dict, "prompts": list, "band": dict, "coverage": dict, "verdict": dict},
     "sweep": {"environment": dict, "model": dict, "settings": dict, "rows": list, "answers": list, "verdict": dict},
+    "exact": {"environment": dict, "model": dict, "settings": dict, "cases": list, "exact": dict, "verdict": dict},
     "found": {"prompts": list, "summary": dict, "coverage": dict},
     "prompt": {"id": str, "prompt_tokens": list, "modes": dict},
     "case": {"id": str, "tree": dict, "nodes": list, "modes": dict, "acceptance": dict, "leak_law": dict},

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from . import blackbox, rounds, selftest, sweep, terminal
+from . import bits, blackbox, rounds, selftest, sweep, terminal
 from .layout import Table, laid_out
-from .record import ROUNDS, SELFTEST, SERVER, SWEEP
+from .record import BITS, ROUNDS, SELFTEST, SERVER, SWEEP
 
-VIEWS = {ROUNDS: rounds.blocks, SERVER: blackbox.blocks, SWEEP: sweep.blocks, SELFTEST: selftest.blocks}
+VIEWS = {
+    BITS: bits.blocks,
+    ROUNDS: rounds.blocks,
+    SERVER: blackbox.blocks,
+    SWEEP: sweep.blocks,
+    SELFTEST: selftest.blocks,
+}
 
 
 def blocks(record: dict) -> list[Table | str]:
