@@ -140,6 +140,9 @@ class CaseItem(LeakageItem):
 
     def problems(self, record: dict) -> Iterator[str]:
         case = next(case for case in record["cases"] if case["id"] == self.case)
+        if self.mode not in case["modes"]:  # an engine without plain decoding has exact checks alone
+            yield f"{plain(self.case)}: {self.mode}: not judged: {plain(record['reason'])}"
+            return
         result = case["modes"][self.mode]
         if result["verdict"] in GREEN:
             return

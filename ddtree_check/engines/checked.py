@@ -95,6 +95,15 @@ class Checked(Around):
         self._expect(good, "supports gave", repr(reason), "None or the reason as text")
         return reason
 
+    def decodes(self) -> str | None:
+        """Return why there is no plain decoding, or None; without it the exact checks alone judge."""
+        if isinstance(self._engine, Around):
+            return self._engine.decodes()
+        defaults = {name: vars(Engine)[name] for name in ("step", "decode")}
+        if any(getattr(self._part(name), "__func__", None) is not default for name, default in defaults.items()):
+            return None
+        return f"engine {self.name} has no step, the plain decoding that passes are compared with"
+
     def prefill(self, tokens: Sequence[int]):
         return self._holder("prefill", self._call("prefill", tokens))
 

@@ -83,11 +83,6 @@ class Engine(Protocol):
     def verify(self, prefix: Any, tree: DraftTree, wiring: Wiring | None) -> Any:
         """Run all rows in one pass: a Verified with `logits`. None is the engine's own multi-token pass, no fork."""
 
-    def decodes(self) -> str | None:
-        """Return why there is no plain decoding, or None; without it the exact checks alone judge."""
-        own = type(self).step is not BaseEngine.step or type(self).decode is not BaseEngine.decode
-        return None if own else f"engine {named(self)} has no step, the plain decoding that passes are compared with"
-
     def step(self, prefix: Any, token: int) -> tuple[Any, Any]:
         """Make one plain decode step: the logits [vocabulary] after `token`, and the Prefix that then stands."""
         raise lacks(self, "step, the plain decoding that passes are compared with")

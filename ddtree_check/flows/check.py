@@ -21,7 +21,7 @@ from ..model.wiring import wirings
 from ..tree.case import Case, check_vocab
 from ..tree.draft_tree import merge
 from .attribution import attribute, attribute_commit
-from .bits import check_bits
+from .bits import check_bits, needs_decoding
 from .controls import forward_run, repeat_run, strict_run
 from .drafting import draft_cases
 from .flow import Part, Subject, judge_all
@@ -55,6 +55,7 @@ def check(
     for item in items:
         fits(item, settings, engine.vocab_size, engine.max_length)
     if reason := engine.decodes():
+        needs_decoding(reason, {"accept": settings.accept, "oracle": oracle, "save-trace": trace})
         return check_bits(engine, items, settings, reason, model=model or engine.provenance, progress=progress)
     described = engine.describe()
     live = _Live(engine, settings, oracle, trace, judged_as(described))

@@ -254,6 +254,7 @@ def _run(job: Job, prompts, tree, drafts, progress) -> tuple[dict, object]:
     from ..engines.registry import load_engine, load_options
     from ..engines.transformers import loading
     from .batch import batch_runs, check_sizes
+    from .bits import needs_decoding
     from .check import check
     from .replay import writer_for
     from .rounds import attach, generate, make_record
@@ -300,6 +301,8 @@ def _run(job: Job, prompts, tree, drafts, progress) -> tuple[dict, object]:
             rounds = generate(engine, items, settings, rounds, journal=job.journal, progress=progress)
         if job.verb == "generate":
             return make_record(engine, rounds, settings, model), tokenizer
+        if reason := engine.decodes():
+            needs_decoding(reason, {"batch": job.batch, "oracle": job.oracle})
         oracle = engine.exact() if job.oracle else None
         together = batch_runs(engine, items, settings, job.batch, progress=progress) if job.batch else None
         workers = processes(model, environment=engine.describe())
@@ -539,7 +542,7 @@ def _texts(record: dict, tokenizer) -> dict[str, str]:
         for mode in prompt["modes"].values():
             ids.update(token for each in mode["rounds"] for token in each["tree"]["tokens"])
     for case in record.get("cases", ()):
-        ids.update(walk["bonus"] for walk in case["acceptance"].values())
+        ids.update(walk["bonus"] for walk in case.get("acceptance", {}).values())  # none of exact checks alone
         for node in case["nodes"]:
             ids.add(node["token"])
             ids.update(value["argmax"] for value in node.values() if isinstance(value, dict) and "argmax" in value)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..base.conclusion import INCONCLUSIVE, USAGE
 from ..base.errors import UsageError
-from ..report.record import load_record
+from ..report.record import READABLE, load_record
 from .config import Cell
 from .stored import Code, Flag, Seconds
 
@@ -75,12 +75,12 @@ def _result(name: str, code: int, path: Path, log: Path, seconds: float) -> Cell
         return CellResult(name, "not_run", INCONCLUSIVE, reason, seconds, False)
     if path.exists():
         try:
-            record = load_record(path)
+            record = load_record(path, rounds=True)
         except UsageError as error:
             return CellResult(name, "error", USAGE, str(error), seconds, False)
         if record["exit_code"] == code:
             reason = "; ".join(record["verdict"]["reasons"])
-            return CellResult(name, record["verdict"]["text"], code, reason, seconds, True)
+            return CellResult(name, record["verdict"]["text"], code, reason, seconds, record["schema"] in READABLE)
     said = _last_line(log)
     if code == INCONCLUSIVE and said.startswith("unsupported: "):
         return CellResult(name, "unsupported", INCONCLUSIVE, said.removeprefix("unsupported: "), seconds, False)

@@ -361,8 +361,8 @@ class Exact:
         }  # fmt: skip
 
 
-def summary(cases: Sequence[Exact]) -> dict | None:
-    """Return what the cases of a run came to, for its record; None if there are none."""
+def summary(cases: Sequence[Exact], left: str = "held by the floor alone") -> dict | None:
+    """Return what the cases of a run came to, for its record; None if there are none. left: what open nodes are."""
     if not cases:
         return None
     verdicts = [exact.verdict for exact in cases]
@@ -378,15 +378,15 @@ def summary(cases: Sequence[Exact]) -> dict | None:
         "pairs": _tally(sum((exact.pairs for exact in cases), Tally())),
         "passes": sum(sum(exact.passes.values()) for exact in cases),
     }
-    return figures | {"text": _text(figures, [exact.law for exact in cases if exact.law])}
+    return figures | {"text": _text(figures, [exact.law for exact in cases if exact.law], left)}
 
 
-def _text(figures: dict, laws: Sequence[Law]) -> str:
+def _text(figures: dict, laws: Sequence[Law], left: str) -> str:
     """Return a summary as a line for every view."""
     pairs, many = figures["pairs"], figures["cases"]
     parts = [f"{figures[CERTIFIED]} of {counted(figures['nodes'], 'node')} certified, {figures[MOVED]} off in bits"]
     if figures[OPEN]:
-        parts.append(f"{figures[OPEN]} held by the floor alone")
+        parts.append(f"{figures[OPEN]} {left}")
     if figures["claimed"]:
         parts.append(f"foreign tokens were changed at {pairs['count']} of {pairs['of']} pairs of nodes")
     if unclaimed := many - figures["claimed"]:

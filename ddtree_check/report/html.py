@@ -25,8 +25,10 @@ from ..judge.figures import HOVER
 from .columns import CONTROL, Place, mode_verdict, phrases
 from .drawing import children_of
 from .nightly import whys
-from .terminal import blocks, where_lines
+from .record import BITS
+from .terminal import where_lines
 from .text import plain, token_text
+from .views import blocks
 
 COLOURS = {  # of verdicts, told apart by people who do not see red and green; and each has a shape of its own
     "pass": "#009e73",
@@ -94,6 +96,11 @@ class _Page:
 
     def run(self, record: dict, name: str, title: str | None = None) -> dict:
         """Return what the template needs of one record."""
+        head, *parts, line = blocks(record)
+        values = {"id": name, "title": title, "line": line, "state": STATES.get(record["exit_code"], "unsure")}
+        values |= {"head": head, "parts": parts, "history": None, "open": True}
+        if record["schema"] == BITS:
+            return values | {"figures": [], "cases": []}
         figures = {
             "depth": ("Leak by depth", _leak_figure(record, "depth", "depth of the node")),
             "leaked": ("Leak by foreign tokens absorbed", _leak_figure(record, "leaked", "foreign tokens absorbed")),
@@ -109,19 +116,8 @@ class _Page:
             figure = self.add(f"{name}-case-{place}", _tree_figure(record, case))
             reasons = [f"{mode}: {result['reason']}" for mode, result in case["modes"].items() if result["reason"]]
             cases.append({"id": case["id"], "modes": modes, "figure": figure, "reasons": reasons})
-        head, *parts, line = blocks(record)
-        return {
-            "id": name,
-            "title": title,
-            "line": line,
-            "state": STATES.get(record["exit_code"], "unsure"),
-            "head": head,
-            "parts": parts,
-            "figures": [(title, self.add(f"{name}-{key}", part)) for key, (title, part) in figures.items() if part],
-            "cases": cases,
-            "history": None,
-            "open": True,
-        }
+        drawn = [(title, self.add(f"{name}-{key}", part)) for key, (title, part) in figures.items() if part]
+        return values | {"figures": drawn, "cases": cases}
 
     def render(self, **values) -> str:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined

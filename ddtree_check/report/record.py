@@ -91,7 +91,10 @@ def _check(record: object, path: str, rounds: bool) -> None:
         raise ValueError(f"{path}: schema {schema!r:.60}, expected {READABLE[0]!r}, a record of ddtree-check")
     if kind != "record" and not rounds:
         by = " or by --prompt" if kind == "rounds" else ""
-        raise ValueError(f"{path}: a record of {verb}, which has no cases; show it whole{by}")
+        what = (
+            "an engine without plain decoding, which has no nodes" if kind == "exact" else f"{verb}, which has no cases"
+        )
+        raise ValueError(f"{path}: a record of {what}; show it whole{by}")
     _needs(record, kind, path)
     if kind == "rounds":
         _needs(record["rounds"], "found", f"{path}: rounds")

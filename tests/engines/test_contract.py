@@ -27,7 +27,7 @@ from ddtree_check.selftest.inject import Faulty, Remembered
 from ddtree_check.tree.draft_tree import DraftTree
 from tests import tiny
 from tests.models import VOCAB, make_engine, make_small, prompt, tree
-from tests.own_engine import Duck, Least, Steps, Unforked
+from tests.own_engine import Duck, Steps, Unforked
 from tests.test_imports import PACKAGE
 
 checkpoint = tiny.checkpoint
@@ -115,13 +115,6 @@ def test_prefill_step_and_verify_are_enough_to_compare(host):
 
 def test_and_a_fault_is_seen_that_way():
     assert modes(Unforked())["tree_forked"] == "fail" and modes(Unforked())["linear"] == "pass"
-
-
-@pytest.mark.parametrize("settings", [SETTINGS, Settings(budgets=(4,), length=3, draft="ngram")])
-def test_without_plain_decoding_nothing_is_compared_and_that_is_said(settings):
-    with pytest.raises(Unsupported, match=r"^engine Least has no step, the plain decoding that passes are"):
-        check(Least(), [Item("p", prompt(6))], settings)
-    assert complete(Least()).verify(complete(Least()).prefill((1,)), TREE, FORKED).logits.shape == (len(TREE), VOCAB)
 
 
 def test_decoding_by_default_is_a_step_a_node():
@@ -431,7 +424,7 @@ def compare(checkpoint, folder: Path, monkeypatch, capfd, source: str, *words: s
 LINES = {
     "steps": ("class Mine(Steps): pass", 2, ""),
     "forks": ("class Mine(Unforked): pass", 1, ""),
-    "least": ("class Mine(Least): pass", 2, "unsupported: engine own:Mine has no step, the plain decoding"),
+    "least": ("class Mine(Least): pass", 0, ""),
     "signature": (
         "class Mine(Steps):\n    @classmethod\n    def load(cls, path): return cls()",
         3,
