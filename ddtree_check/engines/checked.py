@@ -14,7 +14,7 @@ import torch
 
 from ..base.errors import Broken, Unsupported, UsageError
 from ..model.wiring import Layer
-from .contract import ASSUMED, BaseEngine, Engine, Watched, named
+from .contract import ASSUMED, DECODING, BaseEngine, Engine, Watched, lacks, named
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,13 +96,10 @@ class Checked(Around):
         return reason
 
     def decodes(self) -> str | None:
-        """Return why there is no plain decoding, or None; without it the exact checks alone judge."""
-        if isinstance(self._engine, Around):
-            return self._engine.decodes()
-        defaults = {name: vars(Engine)[name] for name in ("step", "decode")}
-        if any(getattr(self._part(name), "__func__", None) is not default for name, default in defaults.items()):
-            return None
-        return f"engine {self.name} has no step, the plain decoding that passes are compared with"
+        if isinstance(self._engine, (BaseEngine, Around)):
+            return self._guarded("decodes", self._engine.decodes)
+        duck = any(getattr(self._engine, name, None) for name in ("step", "decode"))
+        return None if duck else str(lacks(self, DECODING))
 
     def prefill(self, tokens: Sequence[int]):
         return self._holder("prefill", self._call("prefill", tokens))

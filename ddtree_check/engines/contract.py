@@ -16,6 +16,8 @@ from ..tree.draft_tree import DraftTree
 
 ASSUMED = (Layer("assumed", ((State("assumed"),),)),)  # one flat state: node i is clean iff depth(i) == i
 
+DECODING = "step, the plain decoding that passes are compared with"
+
 
 @dataclass(eq=False)
 class Watched:
@@ -83,9 +85,14 @@ class Engine(Protocol):
     def verify(self, prefix: Any, tree: DraftTree, wiring: Wiring | None) -> Any:
         """Run all rows in one pass: a Verified with `logits`. None is the engine's own multi-token pass, no fork."""
 
+    def decodes(self) -> str | None:
+        """Return why there is no plain decoding, or None. Without it the exact checks alone judge."""
+        missing = type(self).step is Engine.step and type(self).decode is Engine.decode
+        return str(lacks(self, DECODING)) if missing else None
+
     def step(self, prefix: Any, token: int) -> tuple[Any, Any]:
         """Make one plain decode step: the logits [vocabulary] after `token`, and the Prefix that then stands."""
-        raise lacks(self, "step, the plain decoding that passes are compared with")
+        raise lacks(self, DECODING)
 
     def decode(self, prefix: Any, tree: DraftTree, *, batched: bool = False) -> Any:
         """Return logits at every node by plain steps along its path; each node once, alone, or level by level if
