@@ -4,6 +4,7 @@
     python benchmarks/calibration.py detection --trials 300
     python benchmarks/calibration.py dose
     python benchmarks/calibration.py edges --dtype bfloat16
+    python benchmarks/calibration.py edges --dtype bfloat16 --engine sglang --models qwen3.6-27b --prompts 1 --nodes 16
 
 Nodes and trees of one prompt are not independent: a prompt counts once, and every bound is the exact one (Clopper and
 Pearson) with the prompt as its unit. Results are appended to --out as they come, a JSON line each; a run that was
@@ -58,6 +59,7 @@ from ddtree_check.tree.paths import leaf_paths
 
 TRAINED = ("tiny-qwen3_5", "tiny-mamba2-hybrid", "tiny-lfm2")  # of fixtures/models
 DRAWN = ("qwen3_5_text", "bamba", "lfm2", "kimi_linear", "minimax", "olmo_hybrid", "falcon_h1", "qwen3")  # of tiny.py
+MODELS = ",".join((*TRAINED, *DRAWN))
 LOW = 8  # ids below are reserved by configurations
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
@@ -379,12 +381,19 @@ EDGES = {
 }
 
 
+def _served(given, dtype: str):
+    """SGLang with one model: a path, or a built-in shape with random weights; the embedded one by default."""
+    model = None if given.models == MODELS else given.models
+    weights = "real" if model is None or "/" in model else "random"
+    return load_engine("sglang", model, weights=weights, dtype=dtype, rows=int(given.nodes) + 1)
+
+
 def edges(given, done: dict, write: Callable) -> None:
     """One wrong edge, in one channel, at one node, for every node of one tree in turn: by its floor, and in bits."""
     for dtype in given.dtype.split(","):
-        engine = engine_of("tiny-qwen3_5", dtype)
-        for item in items_of("tiny-qwen3_5", 3, 32):
-            (case,) = check(engine, [item], Settings(budgets=(32,), exact="off"))["cases"]
+        engine = engine_of("tiny-qwen3_5", dtype) if given.engine == "transformers" else _served(given, dtype)
+        for item in items_of("tiny-qwen3_5", min(given.prompts, 3), 32):
+            (case,) = check(engine, [item], Settings(budgets=(int(given.nodes),), exact="off"))["cases"]
             tree, prefix = DraftTree.from_json(case["tree"]), engine.prefill(item.tokens)
             floor = np.array([node["tree_forked"]["floor"] for node in case["nodes"]])
             reference, right = engine.decode(prefix, tree), digests(engine.verify(prefix, tree, FORKED).logits)
@@ -397,7 +406,10 @@ def edges(given, done: dict, write: Callable) -> None:
                     key = ["edges", name, dtype, item.id, node]
                     if (wrong := source(tree, node)) is None or not given.part() or tuple(key) in done:
                         continue
-                    host = Faulty(engine, forked=inject.moved_edge(channel, node, wrong))
+                    wiring = inject.moved_edge(channel, node, wrong)
+                    if given.engine == "sglang" and channel in ("state", "conv"):  # it has one list of parents for both
+                        wiring = replace(wiring, state=getattr(wiring, channel), conv=getattr(wiring, channel))
+                    host = Faulty(engine, forked=wiring)
                     logits = host.verify(prefix, tree, FORKED).logits
                     seen, rows = measure(reference, logits), digests(logits)
                     found = bool(seen.max_abs[node] > floor[node])
@@ -556,15 +568,17 @@ def main() -> None:
     runs = {"alarms": alarms, "detection": detection, "dose": dose, "edges": edges, "report": lambda *_: None}
     parser.add_argument("what", choices=runs, nargs="?", default="report")
     parser.add_argument("--dtype", default="float32,bfloat16")
-    parser.add_argument("--models", default=",".join((*TRAINED, *DRAWN)))
+    parser.add_argument("--models", default=MODELS, help="edges with SGLang: a name or a path")
+    parser.add_argument("--engine", default="transformers", choices=("transformers", "sglang"), help="of edges")
     parser.add_argument("--prompts", type=int, default=172, help="texts for each trained model")
     parser.add_argument("--drawn", type=int, default=60, help="drawn prompts for each drawn model")
     parser.add_argument("--runs", type=int, default=60, help="of several prompts, for each model where one may hide it")
     parser.add_argument("--kinds", help="faults of these kinds alone, such as K3,K9")
-    parser.add_argument("--nodes", default="12", help="draft nodes of a tree; alarms: a tree for each number")
+    parser.add_argument("--nodes", help="draft nodes of a tree, 12, of edges 32; alarms: a tree for each number")
     parser.add_argument("--trials", type=int, default=300, help="of each kind; prompts of each dose curve")
     add_options(parser, "reports/calibration.jsonl")
     given = parser.parse_args()
+    given.nodes = given.nodes or ("32" if given.what == "edges" else "12")
     done = {tuple(entry["key"]): entry["value"] for entry in written(given.out)}
 
     def write(key: list, value: dict) -> None:

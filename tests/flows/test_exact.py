@@ -413,3 +413,31 @@ def test_a_row_that_is_computed_otherwise_whatever_stands_there_is_no_fault_of_i
     evidence = found.nodes[last]
     assert evidence.equal.count == 0 and evidence.others.of >= 8 and evidence.others.count == 0
     assert "other nodes in its row in 0 of" in found.reason
+
+
+@pytest.mark.parametrize("channel", ["state", "conv"])
+@pytest.mark.parametrize("node", [1, 7])  # node 1 stands where its chain does, so that no place can explain it
+def test_more_than_rounding_in_the_first_layer_is_a_fault_whatever_stands_there(channel, node):
+    above = TREE.parents[TREE.parents[node]] if TREE.parents[node] else -1
+    found = run(
+        Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=moved_edge(channel, node, above)), control=None
+    )
+    assert node in found.of("moved"), found.nodes[node].text(node)
+
+
+def test_other_instructions_in_the_first_layer_are_no_fault(monkeypatch):
+    """The same place, off by rounding from the first layer on: open."""
+    host = models.make_small("bfloat16")
+    layer = host.model.model.layers[0]
+    place = len(TREE) - 2
+
+    def otherwise(module, inputs, outputs):
+        out = outputs[0] if isinstance(outputs, tuple) else outputs
+        if out.shape[1] == len(TREE):
+            half = out[:, place, ::2]
+            out[:, place, ::2] = torch.where(half.abs() > 0, half * (1 + 2**-8), half)
+
+    layer.register_forward_hook(otherwise)
+    found = run(host, control=None)
+    assert found.of("open") == (place,), found.reason
+    assert not found.of("moved")

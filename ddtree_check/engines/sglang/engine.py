@@ -203,9 +203,9 @@ class SGLangEngine(BaseEngine):
     def supports(self, wiring: Wiring | None) -> str | None:
         if wiring is None:
             return None
-        if wiring.state != wiring.conv or wiring.state not in ("tree", "flat"):
+        if wiring.state != wiring.conv:
             return "SGLang hands states and windows one and the same parents, the tree's or none"
-        if wiring.state == "tree" and self.facts["topk"] == 1:
+        if wiring.state != "flat" and self.facts["topk"] == 1:
             return "SGLang was started with a topk of 1, by which it forks no state"
         return None
 
@@ -228,7 +228,9 @@ class SGLangEngine(BaseEngine):
         if reason := self.supports(wiring):
             raise Unsupported(reason)
         read = (wiring or FORKED).plan(tree)  # mask and positions; None takes no links
-        links = tree.parents if wiring is not None and wiring.state == "tree" else None
+        links = None if wiring is None or wiring.state == "flat" else read.state
+        if links is not None and min(links) < -1:
+            raise Unsupported("SGLang starts every row from its parent's state or from the prefix's")
         number, logits = self.group.call(
             "verify", prefix.held.number, _ints(tree.tokens), links, read.mask, _ints(read.positions)
         )
