@@ -21,9 +21,10 @@ from ...model.families import find_family
 from ...model.wiring import FORKED, Layer, State, Wiring
 from ...tree.draft_tree import DraftTree
 from ..capacity import needs
-from ..contract import BaseEngine
+from ..contract import BaseEngine, Watched
 from ..precision import dtype_name
 from ..transformers import loading
+from .layers import watching
 from .ranks import Group, joined, muted
 from .runner import Start, width_for
 from .seams import LAYER_WORDS, NO_CLASS, Seam, find_seam, installed, readable
@@ -243,6 +244,13 @@ class SGLangEngine(BaseEngine):
 
     def contents(self, prefix: Prefix) -> tuple[int, list[dict[str, torch.Tensor]]]:
         return prefix.length, joined(self.group.gather("contents", prefix.held.number))
+
+    @contextlib.contextmanager
+    def watch(self, layers: Sequence[int]) -> Iterator[Watched]:
+        if self.facts["graphs"] or self.facts["tp"] > 1:
+            raise Unsupported("a CUDA graph runs no hooks, and a rank of several has a part of each layer alone")
+        with watching(self.group.runner.model_runner.model, len(self.layers), layers) as watched:
+            yield watched
 
     def forward(self, paths: Sequence[Sequence[int]], keep: int) -> torch.Tensor:
         return torch.stack([self.group.call("forward", _ints(path), keep) for path in paths])

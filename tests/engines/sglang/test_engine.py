@@ -50,6 +50,7 @@ class StandIn:
 
     def __init__(self, *, deaf: bool = False, off: int = 0):
         self.engine, self.deaf, self.off, self.kept, self.calls = tiny_engine(FAMILY), deaf, off, {}, []
+        self.model_runner = SimpleNamespace(model=self.engine.model)
 
     def facts(self):
         return {
