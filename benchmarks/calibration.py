@@ -403,10 +403,10 @@ def edges(given, done: dict, write: Callable) -> None:
                 chains |= zip(path.nodes, rows, strict=False)
             for name, (channel, source) in EDGES.items():
                 for node in range(1, len(tree)):
-                    key = ["edges", name, dtype, item.id, node]
+                    key = ["edges", f"{name}{', in every tree' * given.rows}", dtype, item.id, node]
                     if (wrong := source(tree, node)) is None or not given.part() or tuple(key) in done:
                         continue
-                    wiring = inject.moved_edge(channel, node, wrong)
+                    wiring = inject.moved_edge(channel, node, wrong, None if given.rows else tree.parents)
                     if given.engine == "sglang" and channel in ("state", "conv"):  # it has one list of parents for both
                         wiring = replace(wiring, state=getattr(wiring, channel), conv=getattr(wiring, channel))
                     host = Faulty(engine, forked=wiring)
@@ -575,6 +575,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=60, help="of several prompts, for each model where one may hide it")
     parser.add_argument("--kinds", help="faults of these kinds alone, such as K3,K9")
     parser.add_argument("--nodes", help="draft nodes of a tree, 12, of edges 32; alarms: a tree for each number")
+    parser.add_argument("--rows", action="store_true", help="edges: wrong in this row of every tree, not of one alone")
     parser.add_argument("--trials", type=int, default=300, help="of each kind; prompts of each dose curve")
     add_options(parser, "reports/calibration.jsonl")
     given = parser.parse_args()

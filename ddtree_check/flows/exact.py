@@ -137,6 +137,16 @@ class _Run:
         obeyed = None if control is None else self.control(control, control_rows, sets)
         beyond = {node for node, tally in counts.items() if chance(tally, self.null) < CHANCE}
         self.relocate(chains, beyond)
+        # A place that explains what differs would hide a foreign token that the passes above left as it was.
+        placed = [node for node, (*_, guilty) in self.moved_elsewhere.items() if not guilty and node not in moved]
+        changes_there, trees = self.influence(
+            "influence", FORKED, self.base, [frozenset(tree.path(node)) for node in placed]
+        )
+        if any(change.moved for change in changes_there) and not self.null.count:
+            counts |= self.confirm(changes_there)
+            changes, changed = changes + changes_there, changed + trees
+            moved |= frozenset().union(*(change.moved for change in changes_there))
+            beyond = {node for node, tally in counts.items() if chance(tally, self.null) < CHANCE}
         again = self.rows("repeat", tree)
         strays = [node for node in range(n) if differ(again[node], self.base[node])]
         others: list[str] = []

@@ -131,11 +131,14 @@ class Remembered(Around):
 # Wirings
 
 
-def moved_edge(channel: str, node: int, source: int) -> Wiring:
-    """Return the right wiring but for one node of a branching tree, which continues, sees, or stands at, another."""
+def moved_edge(channel: str, node: int, source: int, parents: Sequence[int] | None = None) -> Wiring:
+    """Return the right wiring but for one node of a branching tree, which continues, sees, or stands at, another.
+
+    parents: of the trees in which it does; None for all that have such a row.
+    """
 
     def rule(tree):
-        moves = not tree.is_chain and len(tree) > node
+        moves = not tree.is_chain and len(tree) > node and parents in (None, tree.parents)
         return with_edge(tree, channel, node, source) if moves else getattr(FORKED.plan(tree), channel)
 
     return Wiring(f"{channel} of node {node}", **{channel: rule})
