@@ -2,7 +2,7 @@
 # make test      ruff, then the tests; ARGS="-k tree" is passed to pytest
 # make test-kernels   SGLang's own kernels from its wheel (in .kernels/), without a GPU; ARGS="-k gdn" is passed to pytest
 # make test-browser   the HTML report in a headless Chromium (Debian: apt-get install chromium)
-# Both set up .venv first, once. PYTHON=python3.12 picks the interpreter; constraints.txt says how to get a CPU torch.
+# Both set up .venv first, once. PYTHON=python3.12 picks the interpreter; constraints-torch.txt says how to get a CPU torch.
 # make itself exits 2 on any failure; "Error N" in its last line is the command's own exit code.
 
 PYTHON ?= python3
@@ -22,13 +22,12 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-torch.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"ddtree-check needs Python >= 3.11, $(PYTHON) is {sys.version.split()[0]}; try make PYTHON=python3.12")'
 	@echo "setting up $(VENV): minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@# Without what it pins: its classes need torch and transformers alone. The tests hold our reading of its form to them.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps dflash || echo "no package dflash: tests/engines/test_dflash.py will say what it skips"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-torch.txt -e '.[test]'
 	@touch $@
 
 compare: $(STAMP)

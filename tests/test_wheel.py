@@ -57,3 +57,12 @@ def test_a_package_without_its_fixtures_says_so(site, tmp_path):
     code = "from pathlib import Path\nfrom ddtree_check.base.resources import fixtures_dir as f\nf(Path('nowhere/x'))"
     done = outside(site, tmp_path, "-c", code)
     assert done.returncode == 1 and "reinstall ddtree-check" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-kernels.txt"])
+def test_every_pinned_package_has_hashes(name):
+    """Installed with --require-hashes, a file of other bytes is refused."""
+    text = (REPO / name).read_text().replace("\\\n", " ")
+    pins = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert pins and all("==" in pin and "--hash=sha256:" in pin for pin in pins)
+    assert "--require-hashes --no-deps -r constraints.txt" in (REPO / "Makefile").read_text()
