@@ -11,6 +11,7 @@ import torch
 from ..base.errors import Unsupported, UsageError
 from . import reference
 from .cases import Case
+from .exact import Bits, exact
 from .forms import Call, CommitCall, ConvCall
 from .lint import Problem, lint
 
@@ -30,9 +31,10 @@ AXES = {  # names of a request's axes behind the node
 class Finding:
     """One wrong node of one part, at its worst channel.
 
-    part: output, state, window, parents (written by a conv), pool (a slot that had to stay, or a commit's), buffer (a
-    row that had to stay), inputs (overwritten), call (raised, or a result of another shape). request, node: None where
-    it is no node's. error: |difference|, inf for NaN. origin: where the bound comes from. reads: what it looks like.
+    part: output, state, window, bits (moved by what the row must not read), parents (written by a conv), pool (a slot
+    that had to stay, or a commit's), buffer (a row that had to stay), inputs (overwritten), call (raised, or a result
+    of another shape). request, node: None where it is no node's. error: |difference|, inf for NaN. origin: where the
+    bound comes from. reads: what it looks like.
     """
 
     kernel: str
@@ -51,7 +53,7 @@ class Finding:
             f" {word} {value}" for word, value in (("request", self.request), ("node", self.node)) if value is not None
         )
         channel = f", {self.channel}" if self.channel else ""
-        size = f": |error| {self.error:.3g}, bound {self.bound:.3g} ({self.origin})"
+        size = "" if self.part == "bits" else f": |error| {self.error:.3g}, bound {self.bound:.3g} ({self.origin})"
         return (
             f"{self.kernel} on {self.case}: {self.part}{where}{channel}{size}{'; ' if self.reads else ''}{self.reads}"
         )
@@ -69,6 +71,7 @@ class Result:
     share: float = 0.0
     judged: int = 0
     unsupported: str = ""
+    bits: Bits | None = None
 
     @property
     def verdict(self) -> str:
@@ -78,12 +81,30 @@ class Result:
 
 
 def check(
-    kernel: Callable[[Call], torch.Tensor], case: Case, *, device: str = "cpu", name: str | None = None
+    kernel: Callable[[Call], torch.Tensor],
+    case: Case,
+    *,
+    device: str = "cpu",
+    name: str | None = None,
+    in_bits: bool = False,
 ) -> Result:
-    """Make the case's call, run the kernel once on it, and judge everything that it wrote or had to leave alone."""
+    """Make the case's call, run the kernel once on it, and judge everything that it wrote or had to leave alone.
+
+    in_bits: make the further calls of the exact checks as well, if the first one could be made.
+    """
     call = case.call(device)
-    result = Result(name or getattr(kernel, "__name__", "kernel"), case)
-    return judge(kernel, call, result)
+    result = judge(kernel, call, Result(name or getattr(kernel, "__name__", "kernel"), case))
+    broken = result.unsupported or result.problems or any(finding.part == "call" for finding in result.findings)
+    if in_bits and not broken and (bits := exact(kernel, case, device)):
+        result.bits = bits
+        result.findings += [
+            Finding(
+                result.kernel, case.id, "bits", request, node, "", 0.0, 0.0, "exact: must keep its bits",
+                f"moves with {source}",
+            )
+            for request, node, source in bits.moved
+        ]  # fmt: skip
+    return result
 
 
 def judge(kernel: Callable[[Call], torch.Tensor], call: Call, result: Result) -> Result:

@@ -43,6 +43,7 @@ def kernels(
     size: Annotated[str, typer.Option(help="small, or large: heads of 128 x 128.")] = "small",
     rows: Annotated[int, typer.Option(help="Further cases with this many rows, such as 65 (0: none).")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    bits: Annotated[bool, typer.Option("--bits/--no-bits", help="Further calls, compared bit for bit.")] = True,
 ):
     """Check verify kernels alone: every node's output and state against float64 along its path."""
     if rows < 0:
@@ -65,7 +66,7 @@ def kernels(
         for place, case in enumerate(cases):
             if show:
                 show(place, len(cases), case.id)
-            results.append(check(found[case.kind], case, device=device, name=case.kind))
+            results.append(check(found[case.kind], case, device=device, name=case.kind, in_bits=bits))
     code = combine(*(ExitCode.of(result.verdict) for result in results))
     show_text(_report(module, results, device, size, code))
     return code
@@ -114,6 +115,8 @@ def _check_device(device: str) -> None:
 
 
 def _report(module: str, results: list, device: str, size: str, code: ExitCode) -> str:
+    from ...judge.exact import Tally
+
     groups: dict[tuple[str, str, str], list] = {}
     for result in results:
         case = result.case
@@ -128,14 +131,19 @@ def _report(module: str, results: list, device: str, size: str, code: ExitCode) 
         if judged and kind != "commit":
             output, share = _figure(worst["output"]), _share(max(r.share for r in group))
         verdict = "fail" if any(r.verdict == "fail" for r in group) else group[0].verdict
-        lines.append(
-            (kind, pair, family, output, _figure(state) if judged and state is not None else "", share, verdict)
-        )
+        equal = sum((r.bits.certified for r in group if r.bits), Tally())
+        state = _figure(state) if judged and state is not None else ""
+        lines.append((kind, pair, family, output, state, share, str(equal) if equal.of else "", verdict))
     title = f"Kernels of {module}, {device}, {size} sizes: largest |error| against float64 along each node's path"
-    headers = ("kernel", "inputs/state", "cases", "output", "state or window", "of its bound", "verdict")
+    headers = ("kernel", "inputs/state", "cases", "output", "state or window", "of its bound", "as a chain", "verdict")
     blocks = [Table(title, headers, lines)]
     wrong = [_first(result) for result in results if result.verdict == "fail"]
     refused = dict.fromkeys(f"{r.kernel}: unsupported: {r.unsupported}" for r in results if r.unsupported)
+    refused |= dict.fromkeys(
+        f"{r.kernel}: influence is not claimed: {r.bits.influence.reason}"
+        for r in results
+        if r.bits and not r.bits.influence.claimed
+    )
     blocks += [plain(text) for text in [*wrong[:SHOWN], *refused]]
     if len(wrong) > SHOWN:
         blocks.append(
