@@ -43,9 +43,10 @@ def kernels(
     size: Annotated[str, typer.Option(help="small, or large: heads of 128 x 128.")] = "small",
     rows: Annotated[int, typer.Option(help="Further cases with this many rows, such as 65 (0: none).")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
-    bits: Annotated[bool, typer.Option("--bits/--no-bits", help="Further calls, compared bit for bit.")] = True,
+    exact: Annotated[str, typer.Option(help="leaves: further calls, compared bit for bit; or off.")] = "leaves",
 ):
     """Check verify kernels alone: every node's output and state against float64 along its path."""
+    some_of("exact", (exact,), ("off", "leaves"))
     if rows < 0:
         raise UsageError(f"rows: got {rows}, expected 0 or more")
     if device == "cpu" and module != "plain" and importlib.util.find_spec("triton"):
@@ -66,7 +67,7 @@ def kernels(
         for place, case in enumerate(cases):
             if show:
                 show(place, len(cases), case.id)
-            results.append(check(found[case.kind], case, device=device, name=case.kind, in_bits=bits))
+            results.append(check(found[case.kind], case, device=device, name=case.kind, in_bits=exact != "off"))
     code = combine(*(ExitCode.of(result.verdict) for result in results))
     show_text(_report(module, results, device, size, code))
     return code
