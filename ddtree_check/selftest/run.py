@@ -71,7 +71,7 @@ class Fault:
     red     check -> the verdict that it must come to; every other check must pass
     where   what must be said of the first of them
     trees   shapes by name and seed, a case each; the last one shows the fault, the others stay green
-    run     which part of the package looks for it: compare, batch, rounds, or a function () -> Seen
+    run     which part of the package looks for it: compare, batch, rounds, bits, or a function () -> Seen
     accept  paths that are committed;  settings  more of check.Settings
     """
 
@@ -182,7 +182,15 @@ def _seen_rounds(engine, fault: Fault) -> Seen:
     return checks
 
 
-RUNS = {"compare": _seen_compare, "batch": _seen_batch, "rounds": _seen_rounds}
+def _seen_bits(engine, fault: Fault) -> Seen:
+    """Return what the exact checks of one case say: their verdict, and the first node where a fault enters."""
+    record = check(engine, [_item(engine, name, fault.seed) for name in fault.trees], Settings(attribute=False))
+    exact, nodes = record["cases"][-1]["exact"], record["cases"][-1]["nodes"]
+    moved = [node["node"] for node in nodes if node["exact"]["value"] == "moved" and node["exact"]["through"] is None]
+    return {"bits": Sighting(exact["verdict"], next(iter(moved), None), says="; ".join(exact["evidence"]))}
+
+
+RUNS = {"compare": _seen_compare, "batch": _seen_batch, "rounds": _seen_rounds, "bits": _seen_bits}
 
 
 def _item(engine, name: str, seed: int, length: int = PROMPT) -> Item:
@@ -349,6 +357,7 @@ NO_REFERENCE = {LINEAR: "fail", FORK: "reference_unusable", CHECKED_CONTROL: "re
 LINEAR_COMMIT = {f"commit of {LINEAR}": "fail"}
 TREE_COMMIT = {f"commit of {FORK}": "fail"}
 RED = {FORK: "fail"}
+IN_BITS = {"bits": "fail"}
 CONTROL_OFF = {CHECKED_CONTROL: "off"}  # its clean nodes are right and the forked pass's are not
 SPOILT = {f"{name}, batch of 2": "fail" for name in ("verify", "commit", "again")}  # the spoilt request's own turn
 
@@ -415,6 +424,19 @@ FAULTS: tuple[Fault, ...] = (
           Where(6, 3, "keys", "keys: rows of nodes 1 2 3, expected nodes 4 5 6"), accept=PATHS),
     Fault("K5", "a causal mask, bf16", _forked("mask=flat"), RED, Where(channel="mask"), dtype="bfloat16",
           trees=("random 24",), seed=5),
+    # One edge at one node, in the dtype that is deployed
+    *(
+        Fault(kind, f"{name}, bf16, in bits", _forked(inject.moved_edge(channel, 6, source, DRAWN)), IN_BITS,
+              Where(6, says=f"reads node 2 and others, {says}" if source == 2 else says), dtype="bfloat16", run="bits")
+        for kind, name, channel, source, says in (
+            ("K3", "one state comes from a stranger", "state", 2, "first in layer 0 (gated_delta)"),
+            ("K3", "one state skips the parent", "state", 4, "in 0 of "),
+            ("K4", "one window comes from a stranger", "conv", 2, "first in layer 0 (gated_delta)"),
+            ("K5", "one stranger is seen", "mask", 2, "first in layer 3 (attention)"),
+            ("K5", "one parent is not seen", "mask", 5, "in 0 of "),
+            ("K5", "one position is one too far", "positions", 4, "in 0 of "),
+        )
+    ),
     # K6: capacity
     Fault("K6", "budgets of 17 to 65 in buffers for 16", run=partial(
         _planned, {"a": 17, "b": 64}, {"state slots": {"per_request": 16}}, {"state slots": {"per_request": 65}}),

@@ -91,8 +91,8 @@ def _lint_trace(files: Sequence[Raw]) -> Iterator[Finding]:
 def _root_twice(raw: Raw, tree: DraftTree) -> bool:
     """Return whether all passes put the root one position before where the prompt ends."""
     lists = [entry.get("positions") for entry in raw.step["passes"] if isinstance(entry, dict)]
-    starts = {positions[0] for positions in lists if isinstance(positions, list) and positions}
-    return starts == {len(raw.step["prompt_tokens"]) - 1}
+    starts = [positions[0] for positions in lists if isinstance(positions, list) and positions]
+    return bool(starts) and all(start == len(raw.step["prompt_tokens"]) - 1 for start in starts)
 
 
 def _lint_pass(
