@@ -43,7 +43,7 @@ from ddtree_check.flows.job import quiet_libraries
 from ddtree_check.flows.rounds import Rounds, generate
 from ddtree_check.judge.commit import flat_contents
 from ddtree_check.judge.differences import digests, measure
-from ddtree_check.judge.exact import MOVED, front_chain
+from ddtree_check.judge.exact import MOVED
 from ddtree_check.judge.known import load_known
 from ddtree_check.judge.rule import EXACT, Rule
 from ddtree_check.judge.sampling.processing import Sampling
@@ -56,6 +56,7 @@ from ddtree_check.tree.case import load_prompts
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.shapes import shape
 from ddtree_check.tree.paths import leaf_paths
+from ddtree_check.tree.variants import front_chain
 
 TRAINED = ("tiny-qwen3_5", "tiny-mamba2-hybrid", "tiny-lfm2")  # of fixtures/models
 DRAWN = ("qwen3_5_text", "bamba", "lfm2", "kimi_linear", "minimax", "olmo_hybrid", "falcon_h1", "qwen3")  # of tiny.py

@@ -13,12 +13,13 @@ from ..base.errors import UsageError
 from ..base.files import record_head
 from ..base.words import counted
 from ..judge.differences import digests, measure
-from ..judge.exact import OPEN, Exact, front_chain, summary
+from ..judge.exact import OPEN, Exact, summary
 from ..judge.nodes import judged_as
 from ..judge.rule import EXACT
 from ..model.wiring import FORKED
 from ..tree.case import Case, check_vocab
 from ..tree.paths import leaf_paths
+from ..tree.variants import front_chain
 from .drafting import draft_cases
 from .exact import exact_run
 from .passes import attempt

@@ -32,17 +32,14 @@ from ..judge.exact import (
     chance,
     differ,
     foreign,
-    front_chain,
     keeps,
     law,
-    only,
-    other_order,
-    retoken,
 )
 from ..judge.rule import EXACT, Rule
 from ..model.wiring import FORKED, Wiring, reached
 from ..tree.draft_tree import DraftTree
 from ..tree.paths import leaf_paths
+from ..tree.variants import front_chain, only, other_order, retoken
 
 PASSES = 8  # of influence, with `leaves`: at 65 rows they separate 94 % of the pairs, and a certified row reads none
 NULL = 1  # chains, the longest, whose other tokens are changed before anything has moved

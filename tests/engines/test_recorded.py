@@ -20,7 +20,6 @@ from ddtree_check.flows.check import Item, Settings, check
 from ddtree_check.flows.replay import judge_trace, record_trace, writer_for
 from ddtree_check.judge.commit import flat_contents
 from ddtree_check.judge.differences import TopLogits, measure, measure_any
-from ddtree_check.judge.exact import front_chain, retoken
 from ddtree_check.judge.sampling.processing import Sampling
 from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.report.views import render
@@ -31,6 +30,7 @@ from ddtree_check.trace.read import read_trace
 from ddtree_check.trace.write import TraceWriter
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.paths import leaf_paths, padded_chain
+from ddtree_check.tree.variants import front_chain, retoken
 from tests.models import engine, make_engine, prompt, small, tree
 
 SETTINGS = Settings(budgets=(3, 8), exact="off")  # a trace of its passes holds none of the exact ones

@@ -18,26 +18,13 @@ from ddtree_check.flows.check import check
 from ddtree_check.flows.exact import exact_run
 from ddtree_check.flows.settings import Item, Settings
 from ddtree_check.judge.differences import digests
-from ddtree_check.judge.exact import (
-    Change,
-    Claim,
-    Edge,
-    Exact,
-    Node,
-    Tally,
-    chance,
-    foreign,
-    front_chain,
-    law,
-    only,
-    other_order,
-    retoken,
-)
+from ddtree_check.judge.exact import Change, Claim, Edge, Exact, Node, Tally, chance, foreign, law
 from ddtree_check.judge.exact import keeps as sets_of
 from ddtree_check.model.small_shapes import VOCAB
 from ddtree_check.model.wiring import FORKED, UNFORKED, Attention, Conv, Layer, State, Wiring, contaminated, reached
 from ddtree_check.selftest.inject import Faulty, batched, keeps, moved_edge, wired
 from ddtree_check.tree.draft_tree import DraftTree
+from ddtree_check.tree.variants import front_chain, only, other_order, retoken
 from tests import models
 
 LAYERS = (Layer("gated_delta", ((Conv(4), State("gated_delta")),)), Layer("attention", ((Attention(),),)))

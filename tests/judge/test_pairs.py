@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ddtree_check.judge.exact import CERTIFIED, MOVED, OPEN, front_chain
+from ddtree_check.judge.exact import CERTIFIED, MOVED, OPEN
 from ddtree_check.judge.pairs import NULL, RecordedPass, compare
 from ddtree_check.tree.draft_tree import DraftTree
+from ddtree_check.tree.variants import front_chain
 
 TREE = DraftTree((9, 1, 2, 3, 4), (-1, 0, 0, 2, 2))  # rows 2, 3, 4 have foreign rows in front of them
 OTHER = DraftTree((9, 5, 2, 3, 4), TREE.parents)  # another token at node 1 alone

@@ -7,13 +7,14 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ddtree_check.base.errors import UsageError
 from ddtree_check.cli.main import main
-from ddtree_check.trace.lint import lint
+from ddtree_check.trace.lint import _root_twice, lint
 from ddtree_check.trace.write import TraceWriter
 from ddtree_check.tree.draft_tree import DraftTree
 from ddtree_check.tree.drafts.shapes import shape
@@ -395,3 +396,11 @@ def test_spoilt_json_is_named_or_refused_and_nothing_else(tmp_path, seed):
             assert len(str(error).splitlines()) == 1
             outcomes.add("refused")
     assert outcomes >= {"named", "refused"}
+
+
+@pytest.mark.parametrize("first", [{}, [], None, "a"])
+def test_a_position_that_is_no_number_is_no_mistake_of_the_root(first):
+    raw = SimpleNamespace(step={"prompt_tokens": [3, 1], "passes": [{"positions": [first]}]})
+    assert not _root_twice(raw, TREE)
+    raw.step["passes"] = [{"positions": [1]}]
+    assert _root_twice(raw, TREE)

@@ -172,7 +172,7 @@ class Drafter(Guarded):
 
     def __init__(self, script: Script):
         super().__init__()
-        self.script, self.turns = script, Counter()
+        self.script, self.turns, self.contexts = script, Counter(), Counter()
 
     def drafted(self, result, worker, batch, *_, **__) -> None:
         self._guard(self._drafted, result, worker, batch)
@@ -188,8 +188,11 @@ class Drafter(Guarded):
             if ahead:
                 at = place * rows
                 context += worker.prev_token_ids[at : at + worker.prev_accept_lens[place]]
-            tree = self.script.tree(context, len(req.origin_input_ids), self.turns[req.rid], vocab)
+            size, key = len(req.origin_input_ids), hash(tuple(context))
+            tree = self.script.tree(context, size, self.turns[req.rid], vocab, self.contexts[key])
             self.turns[req.rid] += tree is not None
+            if self.script.pairs:
+                self.contexts[key] += 1
             trees.append(tree)
         if len(self.turns) > 100_000:
             self.turns = Counter({req.rid: self.turns[req.rid] for req in batch.reqs})

@@ -7,6 +7,7 @@ that the walk must end where the script says. See docs/sglang-server.md.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from ...base.errors import named, need, usage_errors
 from ...base.files import parse_json, read_text
 from ...tree.draft_tree import COMMITTED, DraftTree, ancestors
 from ...tree.drafts.shapes import shape
+from ...tree.variants import varied
 
 ACCEPTS = ("side", "first", "none")
 ANY = 1 << 16  # tokens to draw a shape with; they are dealt anew
@@ -39,17 +41,29 @@ class Text:
 
 @dataclass(frozen=True)
 class Script:
-    """What a script file holds; `seed` draws the tokens that do not continue the text."""
+    """What a script file holds.
+
+    seed: draws the tokens that do not continue the text. pairs: a prompt that is sent again gets `varied` trees, which
+    show together whether the passes are right, bit for bit.
+    """
 
     trees: tuple[Planned, ...]
     texts: tuple[Text, ...] = ()
     seed: int = 0
+    pairs: bool = False
 
-    def tree(self, context: Sequence[int], prompt: int, turn: int, vocab: int) -> DraftTree | None:
+    def tree(self, context: Sequence[int], prompt: int, turn: int, vocab: int, earlier: int = 0) -> DraftTree | None:
         """Return the tree behind `context`: its first `prompt` tokens are the prompt, its last one is the root.
 
-        None if the tree of this turn follows a text and the context is on none, or at the end of one.
+        None if the tree of this turn follows a text and the context is on none, or at the end of one. earlier: how
+        often this context had a tree before.
         """
+        tree = self._tree(context, prompt, turn, vocab)
+        if tree is None or not self.pairs:
+            return tree
+        return varied(tree, earlier, vocab, random.Random(f"{self.seed} {earlier} {len(context)}"))
+
+    def _tree(self, context: Sequence[int], prompt: int, turn: int, vocab: int) -> DraftTree | None:
         text = next((text for text in self.texts if tuple(context[:prompt]) == text.prompt), None)
         start = 0 if text is None else self.texts.index(text)  # requests of one batch get different shapes
         planned = self.trees[(start + turn) % len(self.trees)]
@@ -115,14 +129,16 @@ def _script(data: object) -> Script:
     trees = data.get("trees") if isinstance(data, dict) else None
     need(isinstance(trees, list) and trees, 'no "trees":', trees, '{"trees": [...], "texts": [...]}')
     for name in data:
-        need(name in ("trees", "texts", "seed"), "unknown", name, "trees, texts, seed")
-    texts, seed = data.get("texts", []), data.get("seed", 0)
+        need(name in ("trees", "texts", "seed", "pairs"), "unknown", name, "trees, texts, seed, pairs")
+    texts, seed, pairs = data.get("texts", []), data.get("seed", 0), data.get("pairs", False)
+    need(isinstance(pairs, bool), "pairs", pairs, "true or false")
     need(isinstance(texts, list), "texts", texts, "a list")
     need(isinstance(seed, int) and seed >= 0, "seed", seed, "a number of at least 0")
     script = Script(
         tuple(_planned(f"trees[{at}]", entry) for at, entry in enumerate(trees)),
         tuple(_text(f"texts[{at}]", entry) for at, entry in enumerate(texts)),
         seed,
+        pairs,
     )
     if not script.texts and any(tree.tokens is None for tree in script.trees):
         raise ValueError('no "texts", expected what the server writes, for trees that say what is to be accepted')

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as Space
 
@@ -39,7 +40,7 @@ from ddtree_check.engines.sglang.recorder import (
 from ddtree_check.engines.sglang.scripted import Planned, Script, Text, deal, read_script
 from ddtree_check.flows.check import Settings
 from ddtree_check.flows.replay import judge_trace
-from ddtree_check.model.wiring import UNFORKED
+from ddtree_check.model.wiring import FORKED, UNFORKED
 from ddtree_check.trace.lint import lint
 from ddtree_check.trace.read import read_trace
 from ddtree_check.tree.draft_tree import DraftTree
@@ -773,3 +774,27 @@ def test_scripted_trees_are_what_ran(tmp_path):
     serve(server, 1)
     (step,) = read_trace(folder(tmp_path)).steps
     assert step.tree.tokens[1:4] == (5, 6, 7) and step.tree.parents[:4] == (-1, 0, 0, 1)
+
+
+@pytest.mark.parametrize("wiring", [FORKED, UNFORKED], ids=lambda wiring: wiring.name)
+def test_a_prompt_sent_again_plays_the_pairs_that_bits_are_judged_by(tmp_path, wiring):
+    data = {"pairs": True, "trees": [{"parents": [-1, 0, 0, 1, 2, 3, 5, 4, 6, 8], "tokens": [None, *range(20, 29)]}]}
+    live = small("bfloat16")
+    script = read_script(script_file(tmp_path, data))
+    server = Server(options(tmp_path), script, engine=live, wiring=wiring, rows=10)
+    for number in range(7):  # the tree; other tokens off each path, and each path as a chain, twice
+        req = server.begin(f"r{number}", prompt(6))
+        server.step([req], proposer(vocab=server.vocab))
+    server.settle()
+    server.recorder.close()
+    steps = read_trace(folder(tmp_path)).steps
+    assert [step.tree.is_chain for step in steps] == [False, False, True, True, False, True, True]
+    settings = replace(SETTINGS, exact="leaves", require=("tree_forked",))
+    record = judge_trace(TraceEngine.load(folder(tmp_path)), settings, reference=live)
+    exact = record["cases"][0]["exact"]
+    assert exact["influence"]["claimed"], exact
+    tree = steps[0].tree
+    if wiring == FORKED:
+        assert (exact["verdict"], exact["certified"]) == ("pass", len(tree))
+    else:
+        assert exact["verdict"] == "fail" and exact["moved"] >= 1 and record["exit_code"] == 1
