@@ -15,7 +15,7 @@ from scipy.stats import fisher_exact
 from ddtree_check.base.errors import Unsupported
 from ddtree_check.engines.checked import Checked
 from ddtree_check.flows.check import check
-from ddtree_check.flows.exact import exact_run
+from ddtree_check.flows.exact import _rounds, exact_run
 from ddtree_check.flows.settings import Item, Settings
 from ddtree_check.judge.differences import digests
 from ddtree_check.judge.exact import Change, Claim, Edge, Exact, Node, Tally, chance, foreign, law
@@ -428,3 +428,33 @@ def test_other_instructions_in_the_first_layer_are_no_fault(monkeypatch):
     found = run(host, control=None)
     assert found.of("open") == (place,), found.reason
     assert not found.of("moved")
+
+
+@pytest.mark.parametrize(
+    "entry, rounds",
+    [
+        ((None, None, 0.0), True),  # not always in one layer, or the engine cannot be watched
+        ((11, "attention", 0.15), True),  # SGLang's row 64 of 65 at the 27B shape
+        ((3, "attention", 0.61), False),  # its mask without the parent
+        ((0, "gated_delta", 0.45), True),
+        ((0, "gated_delta", 1.7), False),
+        ((-1, None, 0.01), False),  # nothing rounds before the first layer
+        ((3, "attention", float("nan")), False),
+    ],
+)
+def test_what_enters_is_held_against_what_other_instructions_make(entry, rounds):
+    assert _rounds(entry) is rounds
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_row_that_its_place_explains_is_asked_once_more_for_foreign_tokens(asked, monkeypatch):
+    """Without the passes of influence, and with a place that explains everything; the twin has no stranger."""
+    monkeypatch.setattr("ddtree_check.flows.exact.PASSES", 0)
+    monkeypatch.setattr("ddtree_check.flows.exact._rounds", lambda entry: True)
+    node = 7
+    stranger = next(j for j in range(node) if j not in TREE.path(node))
+    edge = ("mask", node, stranger) if asked else ("positions", node, TREE.depth[node] + 1)
+    found = run(Faulty(models.engine("qwen3_5_text", "bfloat16"), forked=moved_edge(*edge)), control=None)
+    assert (node in found.of("moved")) is asked and (node in found.of("open")) is not asked
+    if asked:
+        assert f"reads node {stranger}" in found.nodes[node].text(node)
