@@ -17,8 +17,10 @@ from .flows.job import RUN, Job, case_ids, job_of, run
 from .flows.settings import Settings
 from .report.columns import mode_verdict
 from .report.layout import layout
+from .report.record import BITS
 from .report.terminal import case_where, node_table, remarks, verdict_line, worst_nodes
 from .report.text import GREEN, plain
+from .report.views import render
 
 OPTIONS = offered("compare", RUN)
 PLAN = pytest.StashKey[tuple[Job, dict[str, list[str]]]]()  # set if the run asks for leakage tests
@@ -141,7 +143,8 @@ class CaseItem(LeakageItem):
     def problems(self, record: dict) -> Iterator[str]:
         case = next(case for case in record["cases"] if case["id"] == self.case)
         if self.mode not in case["modes"]:  # an engine without plain decoding has exact checks alone
-            yield f"{plain(self.case)}: {self.mode}: not judged: {plain(record['reason'])}"
+            reason = plain(record["reason"])
+            yield f"{plain(self.case)}: {self.mode}: not judged: {reason}; --ddtree-require=tree_forked leaves it out"
             return
         result = case["modes"][self.mode]
         if result["verdict"] in GREEN:
@@ -158,7 +161,9 @@ class RunItem(LeakageItem):
     """The whole run: whether it could have seen a leak at all, and what it came to."""
 
     def problems(self, record: dict) -> Iterator[str]:
-        if record["exit_code"]:
+        if record["exit_code"] and record["schema"] == BITS:
+            yield render(record)
+        elif record["exit_code"]:
             yield verdict_line(record)
             yield remarks(record)
 

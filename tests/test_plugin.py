@@ -253,3 +253,20 @@ def test_a_real_model(project, checkpoint):
     (project.path / "tree.json").write_text(json.dumps({"tokens": [None, 1, 2, 9], "parents": [-1, 0, 0, 1]}))
     result = leakage(project, f"--ddtree-model={checkpoint}", "--ddtree-limit=1", "--ddtree-tree=tree.json")
     result.assert_outcomes(passed=4, deselected=1)
+
+
+@pytest.mark.parametrize("wiring, failed", [("wiring", 0), ("None", 2)])
+def test_an_engine_without_plain_decoding_is_judged_in_bits(project, checkpoint, wiring, failed):
+    (project.path / "conftest.py").unlink()
+    (project.path / "tree.json").write_text(json.dumps({"tokens": [None, 1, 2, 9], "parents": [-1, 0, 0, 1]}))
+    source = "from tests.own_engine import Least\nclass Mine(Least):\n    def verify(self, prefix, tree, wiring):\n"
+    project.makepyfile(mine_bits=f"{source}        return super().verify(prefix, tree, {wiring})\n")
+    options = ("--ddtree-engine=mine_bits:Mine", f"--ddtree-model={checkpoint}", "--ddtree-tree=tree.json")
+    result = leakage(project, *options, "--ddtree-limit=1", "--ddtree-require=tree_forked")
+    result.assert_outcomes(passed=3 - failed, failed=failed, deselected=1)
+    if failed:
+        result.stdout.fnmatch_lines(["*verdict: exact: fail, exit code 1*"])
+        return
+    result = leakage(project, *options, "--ddtree-limit=1")
+    result.assert_outcomes(passed=3, failed=1, deselected=1)
+    result.stdout.fnmatch_lines(["*linear: not judged: engine *Mine* has no step*"])
