@@ -308,7 +308,7 @@ class _Run:
         A draw makes the tree, the tree in random orders, and the paths as chains. A node that never equals its chain
         at its own place is a defect once chance is excluded by how often it does at others. Where other nodes in its
         place do not equal theirs either, the place may be computed by other instructions, as the last row of a tile
-        is: then it is a defect only if it always enters in one layer, and by more than rounding.
+        is: then it is a defect only if more than rounding enters.
         """
         tree, left, entries = self.tree, {node: (Tally(), Tally(), Tally()) for node in nodes}, {}
         for _ in range(MOST):
@@ -423,13 +423,15 @@ class _Run:
         return None, None, 0.0
 
     def entry(self, node: int) -> tuple[int | None, str | None, float]:
-        """Return the first layer whose output differs from the chain's in each of a few draws, its kind, and by how
-        many eps in the middle one; no layer where it is not always the same."""
+        """Return the first layer whose output differs from the chain's, its kind, and by how many eps.
+
+        It is the middle one of a few draws; no layer where half of them or more round.
+        """
         path, entries = self.tree.path(node), []
         for _ in range(LAYERS):
             fresh = self.retoken()
             entries.append(self.first_layer((fresh, node), (front_chain(fresh, path), len(path) - 1)))
-            if entries[-1][0] is None or entries[-1][0] != entries[0][0]:
+            if 2 * sum(map(_rounds, entries)) >= LAYERS:
                 return None, None, 0.0
         return sorted(entries, key=lambda entry: entry[2])[LAYERS // 2]
 
@@ -545,8 +547,8 @@ def _rounds(entry: tuple[int | None, str | None, float]) -> bool:
     """Return whether what enters a row is no more than what other instructions in its place make.
 
     Those round otherwise in whichever layer it shows first. Measured in bf16, in eps of a layer's output: at most 0.45
-    in a first layer and 0.17 in a later one, which changes from draw to draw (CPU; SGLang's row 64 of 65 at the 27B
-    shape). One wrong edge: at least 1.7 in a first layer, and about 0.8 later, always in the same one.
+    in a first layer and 0.17 in a later one (CPU; SGLang's row 64 of 65 at the 27B shape). One wrong edge: at least 1.7
+    in a first layer, and about 0.8 later.
     """
     layer, _, size = entry
     return layer is None or (layer >= 0 and size <= (1.0 if layer == 0 else 0.2))

@@ -433,7 +433,7 @@ def test_other_instructions_in_the_first_layer_are_no_fault(monkeypatch):
 @pytest.mark.parametrize(
     "entry, rounds",
     [
-        ((None, None, 0.0), True),  # not always in one layer, or the engine cannot be watched
+        ((None, None, 0.0), True),  # it rounds in half of the draws, or the engine cannot be watched
         ((11, "attention", 0.15), True),  # SGLang's row 64 of 65 at the 27B shape
         ((3, "attention", 0.61), False),  # its mask without the parent
         ((0, "gated_delta", 0.45), True),
