@@ -30,6 +30,7 @@ from ...base.files import parse_toml, read_text
 from ...base.options import check_options, group, make, option
 from ...trace.model import DTYPES
 from ...trace.write import TraceWriter
+from ...tree.accept import descend
 from ...tree.draft_tree import DraftTree
 from ..capacity import needs
 from . import pools
@@ -211,6 +212,7 @@ class Taken:
     reqs: list
     chosen: list[int]
     width: int
+    source: dict  # of every chosen request alike
     about: dict
     header: dict
     host: dict[str, Any]
@@ -293,7 +295,7 @@ class Recorder(Guarded):
         runner, spec = worker.model_runner, batch.spec_info
         if getattr(worker, "is_draft_worker", False):
             return
-        rank = _rank(worker)
+        rank = int(getattr(getattr(worker, "ps", worker), "tp_rank", 0) or 0)
         if rank and self.options.ranks == "first":
             self.off = "not the first rank"
             return
@@ -337,31 +339,32 @@ class Recorder(Guarded):
             **{f"received_{name}": tensor for name, tensor in received.items()},
             **masks,
         }
-        slots = {place: _own_slot(runner, reqs[place]) for place in chosen}
-        slots = {place: slot for place, slot in slots.items() if slot is not None}
+        slots = {place: slot for place in chosen if (slot := _own_slot(runner, reqs[place])) is not None}
         host |= {f"slot{place}": slot for place, slot in slots.items()}
         taken = Taken(
             self.counts["steps"] - 1,
             reqs,
             chosen,
             rows,
-            about={
+            source={
+                "draft": "server",
                 "algorithm": str(getattr(getattr(runner, "spec_algorithm", None), "name", "unknown")),
                 "input": type(spec).__name__,
                 "batch": [str(req.rid) for req in reqs],
-                "rounds": [rounds[req.rid] for req in reqs],
                 "graph": bool(getattr(result, "can_run_cuda_graph", False)),
                 "recurrent": None if backend is None else type(backend).__name__,
-                "metadata": meta is not None,  # without it nothing is known of what the recurrent layers got
                 "gate": getattr(backend, "topk", None),
                 "mask_unread": unread,
-                "mask_lengths": batch.seq_lens_cpu[: len(reqs)].tolist()
-                if any(x.dim() == 2 for x in masks.values())
-                else None,
-                "vocab": int(logits.shape[1]),
                 "links": [name for name, tensor in received.items() if tensor is not None],
+            },
+            about={
+                "rounds": [rounds[req.rid] for req in reqs],
+                "metadata": meta is not None,  # without it nothing is known of what the recurrent layers got
+                "lengths": batch.seq_lens_cpu.tolist() if any(x.dim() == 2 for x in masks.values()) else None,
+                "vocab": int(logits.shape[1]),
                 # A request's tokens that came from the prefix cache: its prefill began behind them.
                 "cached": [int(getattr(req, "cached_tokens", 0) or 0) for req in reqs],
+                "rank": rank,
             },
             header=_header(worker, logits.shape[1]) if self._writer is None else {},
             host={name: _copy(tensor) for name, tensor in host.items() if tensor is not None},
@@ -370,9 +373,7 @@ class Recorder(Guarded):
             slots=slots if states else {},
             nbytes=cost,
         )
-        if not self._capacity:
-            self._capacity = _capacity(runner)
-        taken.header["rank"] = rank
+        self._capacity = self._capacity or _capacity(runner)
         taken.ready = _event(logits)
         with self._lock:
             self._pending += cost
@@ -452,26 +453,20 @@ class Recorder(Guarded):
             }  # fmt: skip
 
     def _write_ready(self, last: bool) -> None:
-        kept = []
         for taken in self._waiting:
-            left = self._write(taken, last or time.monotonic() - taken.since > PATIENCE)
-            if left:
-                taken.chosen = left
-                kept.append(taken)
-                continue
-            with self._lock:
-                self._pending -= taken.nbytes
-        self._waiting = kept
+            taken.chosen = self._write(taken, last or time.monotonic() - taken.since > PATIENCE)
+            if not taken.chosen:
+                with self._lock:
+                    self._pending -= taken.nbytes
+        self._waiting = [taken for taken in self._waiting if taken.chosen]
 
     def _write(self, taken: Taken, late: bool) -> list[int]:
         """Write the chosen requests whose text is known by now; return the others."""
-        if taken.ready is not None:
-            taken.ready.synchronize()
-            taken.ready = None
+        for event in (taken.ready, getattr(taken.result, "copy_done", None)):
+            if event is not None:
+                event.synchronize()
+        taken.ready = None
         if taken.result is not None:
-            done = getattr(taken.result, "copy_done", None)
-            if done is not None:
-                done.synchronize()
             for name, given in (("chosen_tokens", "next_token_ids"), ("lengths", "accept_lens")):
                 array = getattr(taken.result, given, None)
                 if hasattr(array, "cpu"):
@@ -484,7 +479,7 @@ class Recorder(Guarded):
             length = int(host["seq_lens"][place])
             if len(req.origin_input_ids) + len(req.output_ids) <= length:
                 # Overlap runs a step before the one before it is known, and one more after a request's last.
-                if late or _finished(req):
+                if late or req.finished():
                     self._drop("run past the end of its request")
                 else:
                     left.append(place)
@@ -510,12 +505,7 @@ class Recorder(Guarded):
             return
         path, bonus = _accepted(taken.host, place, taken.width, tree, nodes)
         about = taken.about
-        source = {
-            "draft": "server",
-            **{
-                name: about[name]
-                for name in ("algorithm", "input", "graph", "recurrent", "gate", "links", "batch", "mask_unread")
-            },
+        source = taken.source | {
             "place": place,
             "step": taken.step,
             "cached_tokens": about["cached"][place],
@@ -531,39 +521,23 @@ class Recorder(Guarded):
         }
         if about["metadata"]:
             lists["parents"] = _received(rows, taken.width)
-        mask = taken.host.get(f"mask{place}")
-        cut = about["mask_lengths"]
-        if mask is not None and cut is not None and cut != taken.host["seq_lens"][: len(cut)].tolist():
+        mask, cut = taken.host.get(f"mask{place}"), about["lengths"]
+        if cut is not None and cut[: len(taken.reqs)] != taken.host["seq_lens"][: len(taken.reqs)].tolist():
             mask = None  # cut by lengths that the host had guessed, as overlap may have it: other rows than these
         if mask is not None:
             mask = np.asarray(mask).reshape(taken.width, -1)[:, -taken.width :].astype(bool)
             source["mask_parents"] = parents_of_mask(mask)
-        request = str(taken.reqs[place].rid)
-        writer = self._open(taken)
-        step = writer.step(
-            f"{request}/{about['rounds'][place]}/{taken.step}",
-            text[:length],
-            tree.tokens,
-            tree.parents,
-            request=request,
-            round=about["rounds"][place],
-            source=source,
-        )
+        request, number, writer = str(taken.reqs[place].rid), about["rounds"][place], self._open(taken)
+        name = f"{request}/{number}/{taken.step}"
+        step = writer.step(name, text[:length], tree.tokens, tree.parents, request=request, round=number, source=source)
         logits, mode = taken.rows[place], "linear" if chain else "tree_forked"
-        step.add(
-            mode,
-            logits[0] if len(logits) == 1 else None,
-            top=tuple(map(np.asarray, logits)) if len(logits) > 1 else None,
-            nodes=nodes,
-            width=taken.width,
-            mask=mask,
-            **lists,
-        )
+        rows = {"logits": logits[0]} if len(logits) == 1 else {"top": tuple(map(np.asarray, logits))}
+        step.add(mode, **rows, nodes=nodes, width=taken.width, mask=mask, **lists)
         if path is not None:
             step.accept(path, bonus)
         if path is not None and place in taken.states:
             layers = taken.runner.req_to_token_pool.mamba_map
-            channels = pools.channels(taken.states.pop(place), layers, about["recurrent"])
+            channels = pools.channels(taken.states.pop(place), layers, taken.source["recurrent"])
             step.commit(mode, path, {(layer, name): x for layer, rows in channels.items() for name, x in rows.items()})
         if step.write():
             self.counts["written"] += 1
@@ -573,17 +547,13 @@ class Recorder(Guarded):
 
     def _open(self, taken: Taken) -> TraceWriter:
         if self._writer is None:
-            header = dict(taken.header)
-            rank = header.pop("rank")
-            self._path = Path(self.options.folder) / f"rank{rank}-{os.getpid()}"
-            Path(self.options.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._writer = TraceWriter(self._path, max_bytes=int(self.options.max_mb * 2**20), private=True, **header)
-            log.warning(
-                "ddtree-check: the tokens of users' requests are recorded, %g of all steps, in %s, which only its "
-                "owner can read",
-                self.options.rate,
-                self._path,
-            )
+            folder = Path(self.options.folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path = folder / f"rank{taken.about['rank']}-{os.getpid()}"
+            bound = int(self.options.max_mb * 2**20)
+            self._writer = TraceWriter(self._path, max_bytes=bound, private=True, **taken.header)
+            text = "the tokens of users' requests are recorded, %g of all steps, in %s, which only its owner can read"
+            log.warning(f"ddtree-check: {text}", self.options.rate, self._path)
         return self._writer
 
 
@@ -628,14 +598,9 @@ def parents_of_mask(mask: np.ndarray) -> list[int]:
 
 
 def _received(rows: Mapping, width: int) -> list[int]:
-    """Return the parents that the recurrent layers were told; the root's slot is filled, and means nothing.
-
-    Without links their kernels go from row to row.
-    """
-    parents = rows.get("received_parent_token")
-    if parents is None:
-        return list(range(-1, width - 1))
-    return [-1, *(int(parent) for parent in parents[1:])]
+    """Return the parents that the recurrent layers were told; without links their kernels go from row to row."""
+    told = rows.get("received_parent_token", np.arange(-1, width - 1))
+    return [-1, *told[1:].tolist()]  # the root's slot is filled, and means nothing
 
 
 def _accepted(host: Mapping, place: int, width: int, tree: DraftTree, nodes: Sequence[int]):
@@ -650,13 +615,9 @@ def _accepted(host: Mapping, place: int, width: int, tree: DraftTree, nodes: Seq
         return None, None
     length = int(host["lengths"][place])
     tokens = np.asarray(host["chosen_tokens"]).reshape(len(host["lengths"]), -1)[place][:length].tolist()
-    path = [0]
-    for token in tokens[:-1]:
-        child = next((child for child in tree.children[path[-1]] if tree.tokens[child] == token), None)
-        if child is None:
-            return None, None
-        path.append(child)
-    return (path, tokens[-1]) if tokens else (None, None)
+    drafted = iter(tokens[:-1])
+    path = descend(tree, lambda _: next(drafted, None)).path
+    return (path, tokens[-1]) if len(path) == len(tokens) else (None, None)
 
 
 def _row(array, place: int, width: int) -> np.ndarray:
@@ -671,16 +632,6 @@ def _changed(file: str | None) -> int | None:
         return None
 
 
-def _finished(req) -> bool:
-    finished = getattr(req, "finished", None)
-    return bool(finished() if callable(finished) else finished)
-
-
-def _rank(worker) -> int:
-    state = getattr(worker, "ps", worker)
-    return int(getattr(state, "tp_rank", 0) or 0)
-
-
 def _recurrent(backend):
     """Return the backend of the recurrent layers, inside whatever wraps it; None if the model has none."""
     for _ in range(4):
@@ -691,8 +642,6 @@ def _recurrent(backend):
             (inner for name in ("primary", "decode_backend") if (inner := getattr(backend, name, None)) is not None),
             None,
         )
-        if backend is None:
-            return None
     return None
 
 
@@ -702,7 +651,7 @@ def _masks(spec, batch, requests: int, rows: int, chosen: Sequence[int]) -> dict
     if mask is None or mask.dim() != 1 or "bool" not in str(mask.dtype):
         return {}
     if mask.numel() == requests * rows * rows:
-        return {f"mask{place}": mask[place * rows * rows : (place + 1) * rows * rows] for place in chosen}
+        return {f"mask{place}": mask.view(requests, -1)[place] for place in chosen}
     if lengths is None:
         return {}
     sizes = [rows * (int(length) + rows) for length in lengths[:requests]]
@@ -740,8 +689,6 @@ def _header(worker, vocab: int) -> dict:
     dtype = str(runner.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"the model computes in {dtype}, expected one of {', '.join(DTYPES)}")
-    environment = {name: _plain(getattr(args, name, None)) for name in FLAGS}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     version = getattr(sglang, "__version__", None)
     return {
         "engine": "sglang",
@@ -750,8 +697,8 @@ def _header(worker, vocab: int) -> dict:
         "dtype": dtype,
         "vocab_size": int(vocab),
         "environment": {
-            **environment,
-            "device": device,
+            **{name: _plain(getattr(args, name, None)) for name in FLAGS},
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
             "sglang": version,
             "model_type": getattr(getattr(runner.model_config, "hf_config", None), "model_type", None),
