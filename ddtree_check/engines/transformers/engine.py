@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache
 
 from ...base.errors import Unsupported, UsageError
 from ...model.families import Family, find_family
@@ -90,7 +89,6 @@ class TransformersEngine(BaseEngine):
         return cls(loaded, mixers=mixers, provenance=provenance)
 
     def exact(self) -> TransformersEngine:
-        """Return this model in float64 with our mixers throughout: the oracle. Raises UsageError if it does not fit."""
         needed = 8 * sum(weight.numel() for weight in self.model.parameters())
         loading.require_memory("the float64 oracle", needed, self.device)
         model = copy.deepcopy(self.model).double()
@@ -100,7 +98,7 @@ class TransformersEngine(BaseEngine):
         return type(self)(model, mixers="own", provenance=self.provenance)
 
     def describe(self) -> dict[str, Any]:
-        state = {torch.float64: "float64"}.get(self.dtype, "float32")
+        cuda = self.device.type == "cuda"
         return {
             "engine": self.name,
             "model_type": self.config.model_type,
@@ -108,12 +106,10 @@ class TransformersEngine(BaseEngine):
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "device": str(self.device),
-            "device_name": torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else platform.machine(),
+            "device_name": torch.cuda.get_device_name(self.device) if cuda else platform.machine(),
             "threads": torch.get_num_threads(),
             "dtype": dtype_name(self.dtype),
-            "state_dtype": state,
+            "state_dtype": "float64" if self.dtype == torch.float64 else "float32",
             "attention": self.config._attn_implementation,
             "experts": getattr(self.config, "_experts_implementation", None),
             "mixers": self.mixers,
@@ -126,7 +122,6 @@ class TransformersEngine(BaseEngine):
         return None
 
     def batches(self) -> Batches | str:
-        """Return passes over several requests at once, or the reason why there are none."""
         from .batches import Batches, without
 
         return without(self) or Batches(self)
@@ -142,11 +137,13 @@ class TransformersEngine(BaseEngine):
     def step(self, prefix: Prefix, token: int) -> tuple[torch.Tensor, Prefix]:
         cache = self.caches.fork(prefix.cache)
         with self._reading() as features:
-            logits = self._advance(cache, prefix.length, token)
+            own = self.mixers == "own"
+            with self._swapped(_ONE_ROW, None, self.family.calls) if own else contextlib.nullcontext():
+                logits = self._run([[token]], np.full((1, 1), prefix.length), cache)[0, 0]
         return logits, Prefix(cache, prefix.length + 1, logits, features())
 
     def decode(self, prefix: Prefix, tree: DraftTree, *, batched: bool = False) -> torch.Tensor:
-        return self._decode_levels(prefix, tree) if batched else self._decode_nodes(prefix, tree)
+        return self._decode_levels(prefix, tree) if batched else super().decode(prefix, tree)
 
     def verify(self, prefix: Prefix, tree: DraftTree, wiring: Wiring | None) -> Verified:
         plan = (wiring or FORKED).plan(tree)  # mask and positions; the library's own recurrences take no plan
@@ -167,9 +164,8 @@ class TransformersEngine(BaseEngine):
                 settled = self.caches.settle(self.caches.fork(verified.cache))
                 return Prefix(settled, prefix.length + len(path), verified.logits[node])
             # The library keeps the state of the last row only, so a shorter accept is run again.
-            return self.commit(
-                self.verify(prefix, DraftTree.chain([tree.tokens[i] for i in path]), None), len(path) - 1
-            )
+            chain = DraftTree.chain(tree.path_tokens(node))
+            return self.commit(self.verify(prefix, chain, None), len(path) - 1)
         stored = verified.plan.commit[node]
         kept = tuple(verified.plan.commit[step] for step in path)
         cache = self.caches.fork(prefix.cache)
@@ -207,10 +203,10 @@ class TransformersEngine(BaseEngine):
                 watched.routes[layer] = chosen[0].detach().flatten(0, -2)
 
         with contextlib.ExitStack() as undo:
+            if -1 in layers:
+                hook = self._decoder.layers[0].register_forward_pre_hook(lambda _, args: keep(-1, args[0]))
+                undo.callback(hook.remove)
             for index, layer in enumerate(self._decoder.layers):
-                if index == 0 and -1 in layers:
-                    hook = layer.register_forward_pre_hook(lambda _, args: keep(-1, args[0]))
-                    undo.callback(hook.remove)
                 if index not in layers:
                     continue
                 hook = layer.register_forward_hook(lambda _, __, output, index=index: keep(index, output))
@@ -250,42 +246,18 @@ class TransformersEngine(BaseEngine):
         with self.watch(self._features) as watched:
             yield lambda: torch.cat([watched.outputs[layer].to(self.device) for layer in self._features], dim=-1)
 
-    def _advance(self, cache: DynamicCache, length: int, token: int) -> torch.Tensor:
-        """Decode one token on `cache`, which moves on in place."""
-        ours = self.mixers == "own"
-        with self._swapped(_ONE_ROW, None, self.family.calls) if ours else contextlib.nullcontext():
-            return self._run([[token]], np.full((1, 1), length), cache)[0, 0]
-
-    def _decode_nodes(self, prefix: Prefix, tree: DraftTree) -> torch.Tensor:
-        standing = {-1: prefix.cache}
-        waiting = [len(children) for children in tree.children]
-        logits = None
-        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-            if parent >= 0:
-                waiting[parent] -= 1
-            # The last child takes its parent's cache over; every other one gets a fork.
-            cache = standing.pop(parent) if parent >= 0 and not waiting[parent] else self.caches.fork(standing[parent])
-            row = self._advance(cache, prefix.length + tree.depth[node], token)
-            if logits is None:
-                logits = row.new_empty(tree.n, len(row))
-            logits[node] = row
-            if waiting[node]:
-                standing[node] = cache
-        return logits
-
     def _decode_levels(self, prefix: Prefix, tree: DraftTree) -> torch.Tensor:
-        cache, logits = self.caches.fork(prefix.cache), None
+        cache, logits = self.caches.fork(prefix.cache), [None] * len(tree)
         before: tuple[int, ...] = (-1,)
         for depth, nodes in enumerate(tree.levels):
             index = torch.tensor([before.index(tree.parents[node]) for node in nodes], device=self.device)
             self.caches.reorder(cache, index)
             positions = np.full((len(nodes), 1), prefix.length + depth)
             rows = self._run([[tree.tokens[node]] for node in nodes], positions, cache)[:, 0]
-            if logits is None:
-                logits = rows.new_empty(tree.n, rows.shape[-1])
-            logits[list(nodes)] = rows
+            for node, row in zip(nodes, rows, strict=True):
+                logits[node] = row
             before = nodes
-        return logits
+        return torch.stack(logits)
 
     @torch.no_grad()
     def _run(self, tokens, positions: np.ndarray, cache, *, mask=None, keep: int = 0) -> torch.Tensor:
