@@ -76,10 +76,8 @@ def needs(requests: Mapping[str, int], reserved: Mapping[str, Mapping[str, objec
                 raise UsageError(f"plan: {buffer}: sizes is {value!r:.60}, expected a list of numbers")
             value = max(_rows(f"{buffer}: sizes", size) for size in value)
         amount = _rows(f"{buffer}: {kind}", value)
-        slots = kind == "requests"
-        listed.append(
-            Need(buffer, None, len(needed) if slots else batch, amount, len(needed), ("rows", "slots")[slots])
-        )
+        want, unit = (len(needed), "slots") if kind == "requests" else (batch, "rows")
+        listed.append(Need(buffer, None, want, amount, len(needed), unit))
     return listed
 
 

@@ -446,11 +446,8 @@ class Recorder(Guarded):
 
     def _summary(self) -> dict:
         with self._lock:
-            spent = round(1000 * self._spent, 1)
-            return {
-                **self.counts, "server_ms": spent, "dropped": dict(self.dropped), "stopped": self.off,
-                "capacity": self._capacity,
-            }  # fmt: skip
+            told = {"dropped": dict(self.dropped), "stopped": self.off, "capacity": self._capacity}
+            return {**self.counts, "server_ms": round(1000 * self._spent, 1), **told}
 
     def _write_ready(self, last: bool) -> None:
         for taken in self._waiting:
@@ -723,9 +720,7 @@ def _event(tensor):
         return None
     import torch
 
-    event = torch.cuda.Event()
-    event.record()
-    return event
+    return torch.cuda.current_stream().record_event()
 
 
 def _replace(path: Path, text: str) -> None:

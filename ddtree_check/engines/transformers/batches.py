@@ -67,24 +67,20 @@ class Batches:
         mask = torch.tensor(real, device=engine.device) if not real.all() else None
         whole = self.caches.new()
         logits = engine._run(tokens, positions, whole, mask=engine._masks(seen, mask), keep=1)
-        made = []
+        made, kept = [], [self.caches.kept(whole, layer) for layer in range(len(whole.layers))]
         for request, prompt in enumerate(prompts):
-            columns = []
-            for layer in range(len(whole.layers)):
-                kept = self.caches.kept(whole, layer)
-                columns.append(range(max(0, kept - len(prompt)), kept))
+            columns = [range(max(0, keys - len(prompt)), keys) for keys in kept]
             part = self.caches.settle(self.caches.part(whole, request, columns, len(prompt)))
             made.append(Prefix(part, len(prompt), logits[request, 0]))
         return made
 
     def _prefill_right(self, prompts: Sequence[Sequence[int]], longest: int) -> list[Prefix]:
         made = self.prefill([prompt[:1] for prompt in prompts])
-        more = [request for request, prompt in enumerate(prompts) if len(prompt) > 1]
-        if more:
-            chains = [DraftTree.chain(prompts[request][1:]) for request in more]
-            before = [made[request] for request in more]
-            passes = self.verify(before, chains, FORKED, padding="right", rows=longest - 1)
-            for request, chain, verified in zip(more, chains, passes, strict=True):
+        chains = {request: DraftTree.chain(prompt[1:]) for request, prompt in enumerate(prompts) if len(prompt) > 1}
+        if chains:
+            before = [made[request] for request in chains]
+            passes = self.verify(before, list(chains.values()), FORKED, padding="right", rows=longest - 1)
+            for (request, chain), verified in zip(chains.items(), passes, strict=True):
                 made[request] = self.engine.commit(verified, len(chain) - 1)
         return made
 
@@ -136,10 +132,8 @@ class Batches:
                 layer: {number: x[request : request + 1, :, :n] for number, x in rows_by_number.items()}
                 for layer, rows_by_number in record.inputs.items()
             }
-            plan, cache = (
-                wiring.plan(tree) if wiring else None,
-                self.caches.part(whole, request, columns, prefix.length + n),
-            )
+            cache = self.caches.part(whole, request, columns, prefix.length + n)
+            plan = wiring.plan(tree) if wiring else None
             scans = {layer: Row(scan, request) for layer, scan in record.scans.items()}
             made.append(Verified(prefix, tree, plan, cache, logits[request, :n], scans, inputs, ends=n == count))
         return made

@@ -65,11 +65,8 @@ class TransformersEngine(BaseEngine):
         self._features: tuple[int, ...] = ()
         self._kinds = self.family.kinds_of(self.config)
         self.caches = CACHES[self.family.keeps](model, self.config)
-        missing = [name for name in self._swappable if not hasattr(*self._place(name))]
-        if missing:
-            raise Unsupported(
-                f"{self._module.__name__} has no {', '.join(missing)}; its recurrent layers cannot be forked"
-            )
+        if missing := ", ".join(name for name in self._swappable if not hasattr(*self._place(name))):
+            raise Unsupported(f"{self._module.__name__} has no {missing}; its recurrent layers cannot be forked")
         attention = self.config._attn_implementation
         if attention not in ("sdpa", "eager"):
             raise Unsupported(f"attention {attention!r} takes no tree mask; load the model with 'sdpa' or 'eager'")
@@ -211,13 +208,10 @@ class TransformersEngine(BaseEngine):
                     continue
                 hook = layer.register_forward_hook(lambda _, __, output, index=index: keep(index, output))
                 undo.callback(hook.remove)
+                chosen = lambda _, args, named, index=index: keep_routes(index, (*args, *named.values()))  # noqa: E731
                 for module in layer.modules():
                     if "Experts" in type(module).__name__:
-                        hook = module.register_forward_pre_hook(
-                            lambda _, args, kwargs, index=index: keep_routes(index, (*args, *kwargs.values())),
-                            with_kwargs=True,
-                        )
-                        undo.callback(hook.remove)
+                        undo.callback(module.register_forward_pre_hook(chosen, with_kwargs=True).remove)
             yield watched
 
     # For a drafter that reads the target

@@ -150,8 +150,7 @@ class HybridCaches:
             if getattr(cache.layers[layer], "indexer_keys", None) is not None:
                 carried["indexer_keys"] = cache.layers[layer].indexer_keys[0].flatten(1)
         if Conv in ops:
-            windows = self.windows(cache, layer).items()
-            for number, x in windows:
+            for number, x in self.windows(cache, layer).items():
                 if x is not None:
                     carried[f"conv.{number}" if number else "conv"] = x[0].movedim(-1, 0).flatten(1)
         if State in ops:
@@ -172,9 +171,8 @@ class MiniMaxCaches(HybridCaches):
 
     def reorder(self, cache, index: torch.Tensor) -> None:
         super().reorder(cache, index)  # the library's own leaves the lightning states where they are
-        cache.linear_cache = [
-            state[index] if isinstance(state, torch.Tensor) else state for state in cache.linear_cache
-        ]
+        states = cache.linear_cache
+        cache.linear_cache = [state[index] if isinstance(state, torch.Tensor) else state for state in states]
 
     def state(self, cache, layer: int) -> torch.Tensor:
         return cache.linear_cache[layer]
