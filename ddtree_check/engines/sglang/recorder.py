@@ -197,6 +197,8 @@ class Drafter(Guarded):
             trees.append(tree)
         if len(self.turns) > 100_000:
             self.turns = Counter({req.rid: self.turns[req.rid] for req in batch.reqs})
+        if len(self.contexts) > 100_000:
+            self.contexts.clear()
         drafts(trees, tokens, mask, rows)
 
 

@@ -760,6 +760,7 @@ def test_a_tree_too_large_for_the_server_stops_the_script_in_one_line(tmp_path, 
     ({"trees": [{"parents": [-1, 0, 0], "tokens": [None, 4, 4]}]}, "expected at most one child per token"),
     ({"trees": [{"parents": [-1, 0, 0]}], "texts": [{"prompt": [1]}]}, r"texts\[0\]"),
     ({"trees": [{"parents": [-1, 0, 0]}], "text": []}, "unknown 'text'"),
+    ({"trees": [{"parents": [-1, 0], "tokens": [None, 4]}], "pairs": 1}, "pairs 1, expected true or false"),
 ])  # fmt: skip
 def test_a_bad_script_is_one_line(tmp_path, data, says):
     with pytest.raises(UsageError, match=says) as found:
@@ -776,21 +777,26 @@ def test_scripted_trees_are_what_ran(tmp_path):
     assert step.tree.tokens[1:4] == (5, 6, 7) and step.tree.parents[:4] == (-1, 0, 0, 1)
 
 
-@pytest.mark.parametrize("wiring", [FORKED, UNFORKED], ids=lambda wiring: wiring.name)
-def test_a_prompt_sent_again_plays_the_pairs_that_bits_are_judged_by(tmp_path, wiring):
+def play_pairs(tmp_path, wiring=FORKED, rows=10, **changes):
+    """Return the recorded steps of a tree of 10 rows, played in pairs, and the record of judging them."""
     data = {"pairs": True, "trees": [{"parents": [-1, 0, 0, 1, 2, 3, 5, 4, 6, 8], "tokens": [None, *range(20, 29)]}]}
     live = small("bfloat16")
     script = read_script(script_file(tmp_path, data))
-    server = Server(options(tmp_path), script, engine=live, wiring=wiring, rows=10)
+    server = Server(options(tmp_path, **changes), script, engine=live, wiring=wiring, rows=rows)
     for number in range(7):  # the tree; other tokens off each path, and each path as a chain, twice
         req = server.begin(f"r{number}", prompt(6))
         server.step([req], proposer(vocab=server.vocab))
     server.settle()
     server.recorder.close()
-    steps = read_trace(folder(tmp_path)).steps
-    assert [step.tree.is_chain for step in steps] == [False, False, True, True, False, True, True]
     settings = replace(SETTINGS, exact="leaves", require=("tree_forked",))
     record = judge_trace(TraceEngine.load(folder(tmp_path)), settings, reference=live)
+    return read_trace(folder(tmp_path)).steps, record
+
+
+@pytest.mark.parametrize("wiring", [FORKED, UNFORKED], ids=lambda wiring: wiring.name)
+def test_a_prompt_sent_again_plays_the_pairs_that_bits_are_judged_by(tmp_path, wiring):
+    steps, record = play_pairs(tmp_path, wiring)
+    assert [step.tree.is_chain for step in steps] == [False, False, True, True, False, True, True]
     exact = record["cases"][0]["exact"]
     assert exact["influence"]["claimed"], exact
     tree = steps[0].tree
@@ -798,3 +804,24 @@ def test_a_prompt_sent_again_plays_the_pairs_that_bits_are_judged_by(tmp_path, w
         assert (exact["verdict"], exact["certified"]) == ("pass", len(tree))
     else:
         assert exact["verdict"] == "fail" and exact["moved"] >= 1 and record["exit_code"] == 1
+
+
+def test_pairs_that_do_not_fill_the_rows_claim_nothing(tmp_path):
+    steps, record = play_pairs(tmp_path, rows=12)
+    exact = record["cases"][0]["exact"]
+    assert not any(step.tree.is_chain for step in steps)
+    assert exact["verdict"] == "open" and not exact["influence"]["claimed"], exact
+
+
+def test_pairs_recorded_by_their_largest_logits_are_not_judged_in_bits(tmp_path):
+    _, record = play_pairs(tmp_path, top=8)
+    assert record["cases"][0]["exact"] is None
+
+
+def test_contexts_of_pairs_are_not_kept_for_ever(tmp_path):
+    data = {"pairs": True, "trees": [{"parents": [-1, 0], "tokens": [None, 5]}]}
+    server = Server(options(tmp_path), read_script(script_file(tmp_path, data)))
+    contexts = server.hooks[DRAFT].__self__.contexts
+    contexts.update(range(100_001))
+    serve(server, 1)
+    assert len(contexts) <= 100_000
